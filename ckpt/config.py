@@ -1,0 +1,125 @@
+"""The only reader of settings: environment variables and TOML files."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from ckpt.errors import BadInputError, NotFoundError
+from ckpt.types import DIGEST_NAMES, DigestName
+
+MIB = 1 << 20
+
+WhenBusy = Literal["block", "skip", "coalesce"]
+Compression = Literal["auto", "off"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How to save.
+
+    chunk_bytes: largest piece of a shard that is written, read and verified at once.
+    digest: "xxh3-128" against accidents, "sha256" against tampering too.
+    compression: "auto" stores a chunk with zstd where a sample of it says that it pays.
+    max_pending: snapshots that may be staged and not committed yet. Each costs one copy of
+        this rank's state in host memory, allocated once and reused.
+    when_busy: what save() does when that many are pending: "block" until one is done, "skip"
+        this save and count it, or "coalesce": give up the newest one that no thread has begun.
+    commit_timeout_s: how long a save may take from staged to committed.
+    close_timeout_s: how long close() waits for pending saves.
+    raise_after_failures: raise from the next save() or close() once so many saves in a row
+        have failed; None never raises, failures are then only counted and reported.
+    persist_nice: niceness of the persist thread. It gives way to training but isn't starved.
+    """
+
+    chunk_bytes: int = 16 * MIB
+    digest: DigestName = "xxh3-128"
+    compression: Compression = "auto"
+    max_pending: int = 1
+    when_busy: WhenBusy = "block"
+    commit_timeout_s: float = 600.0
+    close_timeout_s: float = 600.0
+    raise_after_failures: int | None = None
+    persist_nice: int = 10
+
+    def __post_init__(self) -> None:
+        if self.digest not in DIGEST_NAMES:
+            raise BadInputError(f"digest = {self.digest!r}: use one of {', '.join(DIGEST_NAMES)}")
+        for name, kind in (("when_busy", WhenBusy), ("compression", Compression)):
+            if getattr(self, name) not in get_args(kind):
+                raise BadInputError(
+                    f"{name} = {getattr(self, name)!r}: use one of {', '.join(get_args(kind))}"
+                )
+        if not 4096 <= self.chunk_bytes <= 1 << 30:
+            raise BadInputError(f"chunk_bytes = {self.chunk_bytes}: give 4096 to {1 << 30}")
+        if self.max_pending < 1:
+            raise BadInputError(f"max_pending = {self.max_pending}: give at least 1")
+        if self.when_busy == "coalesce" and self.max_pending < 2:
+            raise BadInputError("when_busy = 'coalesce' needs max_pending of at least 2")
+        if self.commit_timeout_s <= 0 or self.close_timeout_s <= 0:
+            raise BadInputError("commit_timeout_s and close_timeout_s must be above 0")
+        if self.raise_after_failures is not None and self.raise_after_failures < 1:
+            raise BadInputError(
+                f"raise_after_failures = {self.raise_after_failures}: give 1 or more, or leave it out"
+            )
+
+
+def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build a flat settings dataclass from a table, refusing unknown keys and wrong types by name."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in known:
+            raise BadInputError(
+                f"{where}: unknown setting {key!r}; known are {', '.join(sorted(known))}"
+            )
+        if not _fits(value, hints[key]):
+            raise BadInputError(f"{where}: {key} = {value!r} is not of type {hints[key]}")
+    try:
+        return kind(**values)
+    except TypeError as e:
+        raise BadInputError(f"{where}: {e}") from e
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Is a TOML value acceptable for a field's type? Containers are checked one level deep."""
+    origin, args = getattr(hint, "__origin__", None), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (tuple, list):
+        return isinstance(value, list | tuple) and all(_fits(v, args[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if args:  # a union
+        return any(_fits(value, a) for a in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file, with the file's name in every error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInputError(f"{path}: can't be read: {e}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise BadInputError(f"{path}: not valid TOML: {e}") from e
+
+
+def trust_file() -> Path:
+    """Where this host's list of trusted code lies; see `ckpt.trust`."""
+    if named := os.environ.get("SIDESTAGE_TRUST_FILE"):
+        return Path(named)
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "sidestage" / "trusted-code"

@@ -1,0 +1,177 @@
+"""Codec of the small JSON records: run, attempt, receipt, commit. Never pickle.
+
+A record is one JSON object {"format", "kind", "body", "checksum"}; the checksum covers
+the other three in canonical form, so a record that was cut short or edited is found
+before any of it is believed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from ckpt.digest import digest_of
+from ckpt.errors import CorruptError, UnsupportedFormatError
+from ckpt.types import Buffer, CommitRef, FileEntry, Json
+
+FORMAT_VERSION = 0
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`RUN.json`: made once, by the first trainer of a root."""
+
+    KIND: ClassVar[str] = "run"
+
+    run_id: str
+    created_at_s: float
+    tool: str
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One life of the process group, and the commit that it continues (None: from scratch)."""
+
+    KIND: ClassVar[str] = "attempt"
+
+    epoch: int
+    run_id: str
+    token: str
+    world_size: int
+    started_at_s: float
+    parent: CommitRef | None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one rank wrote for one save."""
+
+    KIND: ClassVar[str] = "receipt"
+
+    epoch: int
+    step: int
+    save_id: str
+    rank: int
+    world_size: int
+    plan_id: str
+    values_digest: str
+    tensor_bytes: int
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The one object that makes a checkpoint exist. What it doesn't list doesn't exist.
+
+    `parent` is the previous commit of this lineage; `digest` in a CommitRef that names this
+    commit is the digest of this record's bytes.
+    """
+
+    KIND: ClassVar[str] = "commit"
+
+    run_id: str
+    epoch: int
+    attempt_token: str
+    step: int
+    save_id: str
+    world_size: int
+    parent: CommitRef | None
+    saved_at_s: float
+    committed_at_s: float
+    tensor_bytes: int
+    stored_bytes: int
+    receipts: tuple[FileEntry, ...]
+    files: tuple[FileEntry, ...]
+
+
+Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord)
+
+
+def canonical(value: Json) -> bytes:
+    """The one way we spell a JSON value, so that equal values have equal bytes."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def encode(record: RunRecord | AttemptRecord | Receipt | CommitRecord) -> bytes:
+    """The bytes of a record."""
+    return seal(record.KIND, asdict(record))
+
+
+def decode(kind: type[Record], data: Buffer, key: str) -> Record:
+    """Read a record back.
+
+    Raises CorruptError if it was cut short, altered or isn't of this kind, and
+    UnsupportedFormatError if another version of the format wrote it; both name `key`.
+    """
+    body = unseal(kind.KIND, data, key)
+    hints = get_type_hints(kind)
+    names = [f.name for f in fields(kind)]
+    if set(body) != set(names):
+        raise CorruptError(
+            f"{key}: a {kind.KIND} record has fields {sorted(names)}, found {sorted(body)}"
+        )
+    return kind(**{n: _field(body[n], hints[n], f"{key}: {n}") for n in names})
+
+
+def seal(kind: str, body: Mapping[str, Any]) -> bytes:
+    """Wrap any JSON object as a checksummed document of this project."""
+    # Through JSON once, so that tuples and lists give the same checksum.
+    envelope = json.loads(canonical({"format": FORMAT_VERSION, "kind": kind, "body": dict(body)}))
+    return canonical({**envelope, "checksum": digest_of(canonical(envelope))}) + b"\n"
+
+
+def unseal(kind: str, data: Buffer, key: str) -> dict[str, Any]:
+    """The body of a sealed document, or an error that names `key` and what to do."""
+    try:
+        doc = json.loads(bytes(data))
+    except (ValueError, RecursionError) as e:
+        raise CorruptError(f"{key}: not a whole JSON document ({len(data)} bytes): {e}") from None
+    if not isinstance(doc, dict) or "format" not in doc or "kind" not in doc:
+        raise CorruptError(f"{key}: not a Sidestage record: no format and kind in it")
+    if doc["format"] != FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"{key}: format version {doc['format']!r}, but this version reads {FORMAT_VERSION}; "
+            f"install the version of sidestage that wrote it"
+        )
+    checksum = doc.pop("checksum", None)
+    try:
+        expected = digest_of(canonical(doc))
+    except ValueError as e:
+        raise CorruptError(f"{key}: holds a number that JSON can't spell: {e}") from None
+    if checksum != expected:
+        raise CorruptError(f"{key}: checksum is {checksum}, expected {expected}; take another copy")
+    if doc["kind"] != kind or not isinstance(doc.get("body"), dict):
+        raise CorruptError(f"{key}: is a {doc['kind']!r} record, expected {kind!r}")
+    return dict(doc["body"])
+
+
+def commit_ref(record: CommitRecord, data: Buffer) -> CommitRef:
+    """The name of a commit whose stored bytes are `data`."""
+    return CommitRef(record.epoch, record.step, digest_of(data))
+
+
+def _field(value: Any, hint: Any, what: str) -> Any:
+    """Convert one JSON value to a field's type, strictly."""
+    args = get_args(hint)
+    if type(None) in args:
+        return None if value is None else _field(value, args[0], what)
+    if getattr(hint, "__origin__", None) is tuple:
+        if not isinstance(value, list):
+            raise CorruptError(f"{what}: expected a list")
+        return tuple(_field(v, args[0], what) for v in value)
+    if hint in (FileEntry, CommitRef):
+        if not isinstance(value, dict) or set(value) != {f.name for f in fields(hint)}:
+            raise CorruptError(f"{what}: expected a {hint.__name__}")
+        sub = get_type_hints(hint)
+        return hint(**{k: _field(v, sub[k], f"{what}.{k}") for k, v in value.items()})
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise CorruptError(f"{what}: expected {hint.__name__}, found {value!r}")
+    if hint is int and value < 0:
+        raise CorruptError(f"{what}: {value} is below 0")
+    return value

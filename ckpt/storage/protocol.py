@@ -1,0 +1,81 @@
+"""The small storage protocol that everything durable goes through. No rename, no append.
+
+Keys are relative, `/`-separated and never start or end with `/`. Every call raises
+only errors of `ckpt.errors`: NotFoundError, ConflictError, StorageError, BadInputError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from ckpt.types import Buffer, ObjectInfo
+
+
+class ObjectWriter(Protocol):
+    """An object being written. It becomes visible, whole, when its `with` block ends normally."""
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data` (short writes are looped)."""
+        ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A flat, strongly consistent store of immutable-by-convention objects.
+
+    After `put`, `create`, `replace_if` or a writer's end returns, the object is durable
+    (data, then its directory entries, are synced) and visible to every later call of any client.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this store is, for messages."""
+        ...
+
+    def put(self, key: str, data: Buffer) -> ObjectInfo:
+        """Write `data`, replacing any object of that key atomically."""
+        ...
+
+    def create(self, key: str, data: Buffer) -> ObjectInfo:
+        """Write `data` only if `key` doesn't exist, else ConflictError. One of many racers wins."""
+        ...
+
+    def replace_if(self, key: str, data: Buffer, etag: str) -> ObjectInfo:
+        """Write `data` only if the object's etag is still `etag`, else ConflictError.
+
+        NotFoundError if there is no such object.
+        """
+        ...
+
+    def writer(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        """Stream a new object. Create-only: ConflictError at the end if `key` exists by then.
+
+        An exception inside the block, or the death of the process, leaves no object.
+        """
+        ...
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes [start, start + length) of an object, to its end if `length` is None.
+
+        A range that passes the end of the object is a CorruptError: nobody asks for bytes
+        that no manifest promised.
+        """
+        ...
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start` on; CorruptError if there are fewer."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, in key order, never from a cache."""
+        ...
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and etag of an object; NotFoundError if there is none."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object. No error if there is none."""
+        ...

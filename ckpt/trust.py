@@ -1,0 +1,59 @@
+"""Which code artifacts may be loaded on this host.
+
+Exported programs and compiled packages run code when they are loaded, so a store that
+anybody else can write to must not decide what runs here. An artifact is loaded only if
+its sha256 is in the operator's trust list: one `sha256` in hex a line, `#` for comments.
+An exporter adds what it made itself on this host.
+
+The list lies at $SIDESTAGE_TRUST_FILE, else `$XDG_CONFIG_HOME/sidestage/trusted-code`,
+else `~/.config/sidestage/trusted-code`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from ckpt.errors import BadInputError
+from ckpt.types import Buffer
+
+
+class TrustList:
+    """The sha256 sums that this host's operator trusts.
+
+    Args:
+        path: the list's file; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def sums(self) -> frozenset[str]:
+        try:
+            lines = self.path.read_text(encoding="ascii").splitlines()
+        except FileNotFoundError:
+            return frozenset()
+        return frozenset(s for line in lines if (s := line.partition("#")[0].strip().lower()))
+
+    def add(self, data: Buffer) -> str:
+        """Trust `data` from now on; returns its sha256 in hex."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        if sha256 not in self.sums():
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # One short O_APPEND write, so that two exporters can't interleave.
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(fd, f"{sha256}\n".encode("ascii"))
+            finally:
+                os.close(fd)
+        return sha256
+
+    def check(self, data: Buffer, what: str) -> None:
+        """Raise BadInputError unless `data` is trusted. Call it on the bytes that will be loaded."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        if sha256 not in self.sums():
+            raise BadInputError(
+                f"{what}: sha256 {sha256} is not trusted on this host, and loading it would run its "
+                f"code; if you know where it comes from, add that sum as a line to {self.path}"
+            )

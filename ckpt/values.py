@@ -1,0 +1,124 @@
+"""Nested Python values as plain JSON, and back, without ever running code.
+
+Dicts (string or int keys), lists, tuples, strings, bytes, numbers, booleans and None come
+back as what they were; anything else is refused by name. A tensor is stored elsewhere and
+stands in the tree as a `TensorRef`; a `PerRankRef` says that each rank has its own subtree.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import BadInputError, CorruptError
+from ckpt.types import Json
+
+_MAX_DEPTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands for a tensor: its key in the checkpoint."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class PerRankRef:
+    """Stands for a subtree that each rank has for itself: its key in the ranks' objects."""
+
+    fqn: str
+
+
+def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
+    """The JSON node of `value`; BadInputError names the path of what can't be stored."""
+    if depth > _MAX_DEPTH:
+        raise BadInputError(f"{path}: nested more than {_MAX_DEPTH} deep")
+    # Exact types on purpose: a subclass (an enum, a defaultdict) would come back as something else.
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
+    if kind is bytes:
+        return {"$": "bytes", "v": base64.b64encode(value).decode("ascii")}
+    if kind is TensorRef:
+        return {"$": "tensor", "v": value.fqn}
+    if kind is PerRankRef:
+        return {"$": "per_rank", "v": value.fqn}
+    if kind in (list, tuple):
+        items: list[Json] = [
+            encode_value(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)
+        ]
+        return items if kind is list else {"$": "tuple", "v": items}
+    if isinstance(value, dict):  # OrderedDict and the like come back as dict
+        pairs: list[Json] = []
+        for k, v in value.items():
+            if type(k) not in (str, int):
+                raise BadInputError(
+                    f"{path}: key {k!r} is a {type(k).__name__}; only string and int keys are stored"
+                )
+            pairs.append([k, encode_value(v, f"{path}.{k}" if path else str(k), depth + 1)])
+        return {"$": "dict", "v": pairs}
+    raise BadInputError(
+        f"{path or 'value'}: a {kind.__module__}.{kind.__qualname__} can't be stored without running "
+        f"code at load; store tensors, numbers, strings, bytes, lists, tuples, dicts or None"
+    )
+
+
+def decode_value(node: Any, what: str, depth: int = 0) -> Any:
+    """The value of a JSON node; CorruptError naming `what` if it isn't one of ours."""
+    if depth > _MAX_DEPTH:
+        raise CorruptError(f"{what}: nested more than {_MAX_DEPTH} deep")
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [decode_value(v, what, depth + 1) for v in node]
+    if isinstance(node, dict) and set(node) == {"$", "v"}:
+        kind, v = node["$"], node["v"]
+        try:
+            if kind == "float" and v in ("nan", "inf", "-inf"):
+                return float(v)
+            if kind == "bytes":
+                return base64.b64decode(v, validate=True)
+            if kind == "tensor" and isinstance(v, str):
+                return TensorRef(v)
+            if kind == "per_rank" and isinstance(v, str):
+                return PerRankRef(v)
+            if kind == "tuple":
+                return tuple(decode_value(x, what, depth + 1) for x in v)
+            if kind == "dict":
+                return {_key(k, what): decode_value(x, what, depth + 1) for k, x in v}
+        except (TypeError, ValueError) as e:
+            raise CorruptError(f"{what}: a broken {kind} node: {e}") from None
+    raise CorruptError(f"{what}: not a value of this format: {str(node)[:80]}")
+
+
+def map_leaves(value: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of a nested value with fn(path, leaf) in the place of each leaf."""
+    if isinstance(value, dict):
+        return {k: map_leaves(v, fn, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(v, fn, f"{path}.{i}") for i, v in enumerate(value))
+    return fn(path, value)
+
+
+def iter_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nested value; an empty container is a leaf of its own."""
+    if isinstance(value, dict) and value:
+        for k, v in value.items():
+            yield from iter_leaves(v, f"{path}.{k}" if path else str(k))
+    elif type(value) in (list, tuple) and value:
+        for i, v in enumerate(value):
+            yield from iter_leaves(v, f"{path}.{i}")
+    else:
+        yield path, value
+
+
+def _key(k: Any, what: str) -> str | int:
+    if type(k) not in (str, int):
+        raise CorruptError(f"{what}: dict key {k!r}")
+    return k  # type: ignore[no-any-return]
