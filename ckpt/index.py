@@ -3,7 +3,7 @@
 4,096 ranks of 20 GiB in 16 MiB chunks are 5 million chunks; as JSON they would be 1 GB.
 Little-endian layout (docs/format.md):
 
-    magic "SSIX", u16 format, u16 0, u32 tensors, u32 shards, u32 chunks
+    magic "SSIX", u16 format, u16 digest algorithm, u32 tensors, u32 shards, u32 chunks
     tensor: u16 name length, name (UTF-8), u8 kind, u8 dtype length, dtype, u8 ndim, ndim x u64 shape
     shard:  u32 tensor, ndim x u64 offsets, ndim x u64 sizes
     chunk:  u32 shard, u64 first row, u64 rows, u64 file offset, u64 stored bytes, u8 codec, 32 bytes digest
@@ -23,7 +23,7 @@ import xxhash
 
 from ckpt.errors import CorruptError, UnsupportedFormatError
 from ckpt.manifest import FORMAT_VERSION
-from ckpt.types import ITEMSIZE, Buffer
+from ckpt.types import DIGEST_NAMES, ITEMSIZE, Buffer, DigestName
 
 _MAGIC = b"SSIX"
 _HEAD = struct.Struct("<4sHHIII")
@@ -77,7 +77,7 @@ def row_count(sizes: tuple[int, ...]) -> int:
     return 0 if 0 in sizes else (sizes[0] if sizes else 1)
 
 
-def encode_index(tensors: list[TensorEntry]) -> bytes:
+def encode_index(tensors: list[TensorEntry], digest: DigestName) -> bytes:
     """The index file of one rank."""
     head, shards, chunks = bytearray(), bytearray(), bytearray()
     n_shards = n_chunks = 0
@@ -95,17 +95,19 @@ def encode_index(tensors: list[TensorEntry]) -> bytes:
                 )
                 n_chunks += 1
             n_shards += 1
-    body = _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, len(tensors), n_shards, n_chunks)
+    body = _HEAD.pack(
+        _MAGIC, FORMAT_VERSION, DIGEST_NAMES.index(digest), len(tensors), n_shards, n_chunks
+    )
     body += bytes(head + shards + chunks)
     return body + xxhash.xxh3_128_digest(body)
 
 
-def decode_index(data: Buffer, key: str) -> list[TensorEntry]:
-    """Read an index back, checking every number before it is used. Errors name `key`."""
+def decode_index(data: Buffer, key: str) -> tuple[list[TensorEntry], str]:
+    """(tensors, digest algorithm of the chunks), every number checked before it is used."""
     view = memoryview(data)
     if len(view) < _HEAD.size + 16 or bytes(view[:4]) != _MAGIC:
         raise CorruptError(f"{key}: not a chunk index ({len(view)} bytes)")
-    _, version, _, n_tensors, n_shards, n_chunks = _HEAD.unpack_from(view)
+    _, version, algorithm, n_tensors, n_shards, n_chunks = _HEAD.unpack_from(view)
     if version != FORMAT_VERSION:
         raise UnsupportedFormatError(
             f"{key}: index format {version}, but this version reads {FORMAT_VERSION}"
@@ -113,7 +115,8 @@ def decode_index(data: Buffer, key: str) -> list[TensorEntry]:
     if xxhash.xxh3_128_digest(view[:-16]) != bytes(view[-16:]):
         raise CorruptError(f"{key}: chunk index doesn't match its checksum; take another copy")
     try:
-        return _decode_body(view[:-16], n_tensors, n_shards, n_chunks)
+        name = DIGEST_NAMES[algorithm]
+        return _decode_body(view[:-16], n_tensors, n_shards, n_chunks), name
     except (struct.error, ValueError, IndexError, KeyError) as e:
         raise CorruptError(f"{key}: broken chunk index: {e}") from None
 

@@ -66,7 +66,8 @@ class CommitRecord:
     """The one object that makes a checkpoint exist. What it doesn't list doesn't exist.
 
     `parent` is the previous commit of this lineage; `digest` in a CommitRef that names this
-    commit is the digest of this record's bytes.
+    commit is the digest of this record's bytes. `annotations` are the trainer's own notes, such as
+    which serving description fits.
     """
 
     KIND: ClassVar[str] = "commit"
@@ -82,6 +83,7 @@ class CommitRecord:
     committed_at_s: float
     tensor_bytes: int
     stored_bytes: int
+    annotations: dict[str, str]
     receipts: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
 
@@ -168,6 +170,10 @@ def _field(value: Any, hint: Any, what: str) -> Any:
             raise CorruptError(f"{what}: expected a {hint.__name__}")
         sub = get_type_hints(hint)
         return hint(**{k: _field(v, sub[k], f"{what}.{k}") for k, v in value.items()})
+    if getattr(hint, "__origin__", None) is dict:
+        if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+            raise CorruptError(f"{what}: expected an object of strings")
+        return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
