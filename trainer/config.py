@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -70,7 +71,9 @@ class ModelConfig:
         if not (self.table_lr > 0 and self.dense_lr > 0):
             raise BadInputError("[model] table_lr and dense_lr must be above 0")
         if min([*self.dense_layers, *self.over_layers], default=1) < 1:
-            raise BadInputError("[model] dense_layers and over_layers must hold widths of 1 or more")
+            raise BadInputError(
+                "[model] dense_layers and over_layers must hold widths of 1 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         if isinstance(table, dict):
             table[key] = value
     return config_from(tables, str(path))
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted this job; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launched_place() -> tuple[int, int, int] | None:
+    """(rank, world size, local rank) as torchrun tells them, or None without a launcher."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not all(n in os.environ for n in names):
+        return None
+    rank, world_size, local_rank = (int(os.environ[n]) for n in names)
+    return rank, world_size, local_rank
 
 
 def config_from(tables: Mapping[str, Any], where: str) -> TrainConfig:

@@ -101,7 +101,9 @@ def build_training(
     """
     unknown = sorted(set(config.row_wise) - set(rows))
     if unknown:
-        raise BadInputError(f"[model] row_wise: no table {unknown[0]!r}; there are {', '.join(rows)}")
+        raise BadInputError(
+            f"[model] row_wise: no table {unknown[0]!r}; there are {', '.join(rows)}"
+        )
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

@@ -81,7 +81,9 @@ def find_dataset() -> Path:
         folder = Path(place) / "dataset_example" / "ml-100k"
         if (folder / "ml-100k.inter").is_file():
             return folder
-    raise NotFoundError(f"MovieLens-100k comes with the recbole package, not found here: {_INSTALL}")
+    raise NotFoundError(
+        f"MovieLens-100k comes with the recbole package, not found here: {_INSTALL}"
+    )
 
 
 def load_movielens(folder: Path | None = None) -> MovieLens:

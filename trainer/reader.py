@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import BadInputError
-from trainer.movielens import Samples
 
 B = TypeVar("B")
 
 
 class BatchReader(Generic[B]):
-    """Hands out samples in time order, in global batches of a fixed size.
+    """Hands out samples in their order, in global batches of a fixed size.
 
     Global batch b of an epoch is samples [b * batch_size, (b + 1) * batch_size); rank r of w
     takes the r-th of w equal contiguous parts of it. So what is trained after n global batches
@@ -23,17 +22,17 @@ class BatchReader(Generic[B]):
     epochs) is all there is to save. The tail of an epoch that fills no batch is left out.
 
     Args:
-        samples: the training samples, the same on every rank.
+        count: number of training samples.
         batch_size: samples of a global batch, over all ranks.
-        collate: turns this rank's samples of one batch into what the model takes.
+        fetch: makes a batch of the samples at some indices, int64 (batch_size / world_size,).
         rank, world_size: whose part of each batch this reader hands out.
     """
 
     def __init__(
         self,
-        samples: Samples,
+        count: int,
         batch_size: int,
-        collate: Callable[[Samples], B],
+        fetch: Callable[[Tensor], B],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -42,17 +41,18 @@ class BatchReader(Generic[B]):
             raise BadInputError(
                 f"batch_size = {batch_size}: give a multiple of the {world_size} ranks"
             )
-        if len(samples) < batch_size:
-            raise BadInputError(
-                f"batch_size = {batch_size} is more than the {len(samples)} samples"
-            )
-        self._samples = samples
-        self._collate = collate
+        if count < batch_size:
+            raise BadInputError(f"batch_size = {batch_size} is more than the {count} samples")
+        self._fetch = fetch
         self._rank = rank
         self._part = batch_size // world_size
-        self.batch_size = batch_size
-        self.batches_per_epoch = len(samples) // batch_size
+        self._batch_size = batch_size
+        self.batches_per_epoch = count // batch_size
         self._position = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
 
     @property
     def position(self) -> int:
@@ -64,27 +64,21 @@ class BatchReader(Generic[B]):
         """The epoch, from 0, that the next batch belongs to."""
         return self._position // self.batches_per_epoch
 
-    def position_after(self, in_flight: int) -> int:
-        """The position once batches that were handed out but not trained on are taken off."""
-        if not 0 <= in_flight <= self._position:
-            raise BadInputError(f"{in_flight} batches in flight, {self._position} were handed out")
-        return self._position - in_flight
-
     def seek(self, position: int) -> None:
-        """Go to a position. Iterators made before see it too."""
+        """Go to a position, for iterators that begin after this."""
         if position < 0:
             raise BadInputError(f"reader position {position} is below 0")
         self._position = position
 
     def indices(self, position: int) -> Tensor:
         """Which samples this rank takes of the global batch at `position`: int64 (part,)."""
-        start = position % self.batches_per_epoch * self.batch_size + self._rank * self._part
+        start = position % self.batches_per_epoch * self._batch_size + self._rank * self._part
         return torch.arange(start, start + self._part)
 
     def __iter__(self) -> Iterator[B]:
         """The batches from the present position to the end of its epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
-            batch = self._collate(self._samples.take(self.indices(self._position)))
+            batch = self._fetch(self.indices(self._position))
             self._position += 1
             yield batch
