@@ -97,7 +97,10 @@ def build_training(
     """Build and shard the model. Collective: call on every rank, with the same random seed.
 
     Args:
-        rows: feature -> rows of its table.
+        config: sizes, learning rates, and which tables are split.
+        rows: rows of each feature's table.
+        device: where this rank's parameters lie.
+        world_size: number of ranks.
     """
     unknown = sorted(set(config.row_wise) - set(rows))
     if unknown:
@@ -162,7 +165,7 @@ def to_batch(samples: Samples) -> Any:
 
 def scorer_of(model: nn.Module) -> Scorer:
     """The served part of a sharded DLRMTrain; shares all parameters with it."""
-    inner = getattr(model, "module", model)
+    inner: Any = getattr(model, "module", model)
     return Scorer(inner.model).eval()
 
 

@@ -147,6 +147,7 @@ def item_mean_scores(train: Samples, items: Tensor, smoothing: float = 2.0) -> T
     """The baseline: each film's share of high ratings in `train`, drawn towards the overall mean.
 
     Args:
+        train: the ratings to learn from.
         items: int64 (m,), the films to score.
         smoothing: how many ratings at the overall mean each film is given beforehand.
     """

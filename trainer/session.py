@@ -30,13 +30,13 @@ from ckpt.types import Clock
 from trainer.config import restart_count
 from trainer.ledger import Ledger, SaveEvents
 
-B = TypeVar("B", covariant=True)
+B_co = TypeVar("B_co", covariant=True)
 
 _OWN = "session"
 _RNG = "rng"
 
 
-class Reader(Protocol[B]):
+class Reader(Protocol[B_co]):
     """Where batches come from. `trainer.BatchReader` is one.
 
     `position` counts the global batches handed out; `seek` goes to one. Iterating gives the
@@ -49,10 +49,10 @@ class Reader(Protocol[B]):
     @property
     def batch_size(self) -> int: ...
     def seek(self, position: int) -> None: ...
-    def __iter__(self) -> Iterator[B]: ...
+    def __iter__(self) -> Iterator[B_co]: ...
 
 
-class Session(Generic[B]):
+class Session(Generic[B_co]):
     """One attempt at training. Make it on every rank, after the process group.
 
     Args:
@@ -73,7 +73,7 @@ class Session(Generic[B]):
         self,
         root: str | Storage,
         state: Mapping[str, Any],
-        reader: Reader[B],
+        reader: Reader[B_co],
         *,
         save_every: int = 100,
         checkpoint: CheckpointConfig | None = None,
@@ -123,7 +123,7 @@ class Session(Generic[B]):
     def stats(self) -> SaveStats:
         return self._checkpointer.stats
 
-    def __enter__(self) -> Session[B]:
+    def __enter__(self) -> Session[B_co]:
         self._ledger.record("process", **self._place())
         try:
             self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
@@ -134,7 +134,7 @@ class Session(Generic[B]):
         self._entered = True
         return self
 
-    def batches(self) -> Iterator[B]:
+    def batches(self) -> Iterator[B_co]:
         """The reader's batches from where training stands."""
         self._check_entered()
         for batch in self._reader:

@@ -4,6 +4,6 @@
 features feed which tables, `program` exports what is left, `export` checks and stores it all.
 """
 
-from trainer.description.export import export_description
+from trainer.description.export import ServedModel, export_description
 
-__all__ = ["export_description"]
+__all__ = ["ServedModel", "export_description"]

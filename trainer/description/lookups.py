@@ -60,7 +60,7 @@ def lookup_of(
 
 
 def request_features(names: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
-    """feature -> JaggedTensor over all sparse arguments."""
+    """JaggedTensor of each feature, over all sparse arguments."""
     features: dict[str, Any] = {}
     for name, arg in zip(names, args, strict=True):
         if isinstance(arg, Tensor):

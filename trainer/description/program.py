@@ -130,10 +130,10 @@ def _trace(part: DensePart, inputs: Sequence[ProgramInput]) -> ExportedProgram:
     # Zeros: the program's file holds its examples, and must not depend on weights or users.
     examples = tuple(torch.zeros_like(i.example) for i in inputs)
     # Without backed_size_oblivious the sizes 0 and 1 would be special, and batch 1 refused.
-    config = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    config = _fx_config().patch(backed_size_oblivious=True)
     try:
         with config, torch.no_grad(), _aten_regroup(part):
-            program = export(
+            program: ExportedProgram = export(
                 part, examples, dynamic_shapes=(tuple({0: batch} for _ in inputs),), strict=False
             ).run_decompositions()
     except BadInputError:
@@ -157,6 +157,12 @@ def _trace(part: DensePart, inputs: Sequence[ProgramInput]) -> ExportedProgram:
             f"libraries can't run; use torch's own operators"
         )
     return program
+
+
+def _fx_config() -> Any:
+    from torch.fx.experimental import _config
+
+    return _config
 
 
 @contextmanager

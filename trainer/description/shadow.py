@@ -88,7 +88,7 @@ class StandIn(nn.Module):
         return feed.answer(path, collection, features)
 
 
-class RequestIds(KeyedJaggedTensor):  # type: ignore[misc]
+class RequestIds(KeyedJaggedTensor):
     """The sparse argument while tracing. It may be split, permuted and looked up, nothing else.
 
     Ids that the dense part reads would have to be inputs of the program, and the schema has
