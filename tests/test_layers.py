@@ -17,14 +17,15 @@ CKPT = [
     {"manifest"},
     {"index", "schema"},
     {"storage"},
-    {"catalog", "verify"},
+    {"lineage", "verify"},
+    {"catalog"},
     {"tree"},
     {"commit", "coordinator", "plan", "restore", "rng", "staging", "target", "writer"},
     {"engine", "export", "persist", "restorer"},
     {"checkpointer"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:7])
+NO_TORCH = set().union(*CKPT[:8])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),
