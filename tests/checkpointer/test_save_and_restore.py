@@ -199,6 +199,7 @@ def test_d04_a_tensor_without_storage_is_refused_by_name() -> None:
     assert latest.ref.step == 1
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("compression", ["auto", "off"])
 def test_d10_every_dtype_comes_back_bit_for_bit(compression: Any) -> None:
     storage = MemoryStorage()
