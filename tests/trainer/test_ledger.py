@@ -62,7 +62,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         ('{"event":"process","t":1,"created_at_s":0}\n{"event":"nap","t":2}\n', r"a\.jsonl:2"),
         ('{"event":"process","t":"x"}\n', r"a\.jsonl:1"),
         ("[1]\n", r"a\.jsonl:1"),
-        ('{"event":"step","t":1}\n', r"begins with 'step'"),
+        ('{"event":"closed","t":1}\n', r"begins with .closed."),
     ],
 )
 def test_anything_else_is_corrupt(tmp_path: Path, text: str, message: str) -> None:

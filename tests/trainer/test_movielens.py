@@ -52,7 +52,7 @@ def test_is_in_time_order(data: MovieLens) -> None:
 def test_ids_fit_their_tables(data: MovieLens) -> None:
     for part in (data.train, data.test):
         for n, name in enumerate(SINGLE_FEATURES):
-            assert 0 <= int(part.ids[:, n].min())
+            assert int(part.ids[:, n].min()) >= 0
             assert int(part.ids[:, n].max()) < data.rows[name]
         assert int(part.genres.max()) < data.rows["genres"]
         assert int(part.genre_lengths.sum()) == len(part.genres)
