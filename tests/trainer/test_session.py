@@ -67,6 +67,25 @@ class Loop:
                 if session.steps >= until:
                     break
 
+    def run_in(
+        self, session: Session[Tensor], until: int, then: BaseException | None = None
+    ) -> None:
+        with session:
+            self.run(session, until)
+            if then:
+                raise then
+
+    def run_pipelined(self, session: Session[Tensor], until: int, *, tell: bool) -> None:
+        """Read two batches ahead, as TrainPipelineSparseDist does, and be interrupted."""
+        with session:
+            batches = session.batches()
+            queue = [next(batches), next(batches)]
+            while queue and session.steps < until:
+                queue += [b for b in [next(batches, None)] if b is not None]
+                self.train(queue.pop(0))
+                session.step(in_flight=len(queue) if tell else 0)
+            raise KeyboardInterrupt
+
     def tensors(self) -> list[Tensor]:
         moments = [t for s in self.optimizer.state.values() for t in s.values()]
         return [*self.model.state_dict().values(), *moments]
@@ -83,9 +102,8 @@ def test_resumes_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     with straight.session(tmp_path / "straight") as session:
         straight.run(session, until=20)
     first = Loop()
-    with pytest.raises(KeyboardInterrupt), first.session(tmp_path / "cut") as session:
-        first.run(session, until=17)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        first.run_in(first.session(tmp_path / "cut"), 17, KeyboardInterrupt())
     second = Loop()
     random.seed(99)  # what the new process would have is another state
     with second.session(tmp_path / "cut") as session:
@@ -113,9 +131,9 @@ def test_leaving_the_block_saves_the_last_step(tmp_path: Path) -> None:
 
 def test_an_error_in_the_loop_saves_nothing_and_comes_through(tmp_path: Path) -> None:
     loop = Loop()
-    with pytest.raises(ZeroDivisionError), loop.session(tmp_path) as session:
-        loop.run(session, until=7)
-        raise ZeroDivisionError
+    session = loop.session(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        loop.run_in(session, 7, ZeroDivisionError())
     assert session.stats.commits == 1
     again = Loop()
     with again.session(tmp_path) as session:
@@ -123,17 +141,11 @@ def test_an_error_in_the_loop_saves_nothing_and_comes_through(tmp_path: Path) ->
 
 
 def test_batches_in_flight_are_not_trained_on(tmp_path: Path) -> None:
-    """A pipeline that reads two batches ahead, as TrainPipelineSparseDist does."""
     loop = Loop()
-    with pytest.raises(KeyboardInterrupt), loop.session(tmp_path) as session:
-        batches = session.batches()
-        queue = [next(batches), next(batches)]
-        for _ in range(5):
-            queue.append(next(batches))
-            loop.train(queue.pop(0))
-            session.step(in_flight=len(queue))
-        assert (session.position, loop.reader.position) == (5, 7)
-        raise KeyboardInterrupt
+    session = loop.session(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_pipelined(session, 5, tell=True)
+    assert (session.position, loop.reader.position) == (5, 7)
     again = Loop()
     with again.session(tmp_path) as session:
         again.run(session, until=7)
@@ -142,16 +154,8 @@ def test_batches_in_flight_are_not_trained_on(tmp_path: Path) -> None:
 
 def test_a_forgotten_in_flight_is_found_at_the_end_of_the_epoch(tmp_path: Path) -> None:
     loop = Loop()
-    with (
-        pytest.raises(BadInputError, match=r"step 11 trained on no batch.*in_flight"),
-        loop.session(tmp_path) as session,
-    ):
-        batches = session.batches()
-        queue = [next(batches), next(batches)]
-        while queue:
-            queue += [b for b in [next(batches, None)] if b is not None]
-            loop.train(queue.pop(0))
-            session.step()
+    with pytest.raises(BadInputError, match=r"step 11 trained on no batch.*in_flight"):
+        loop.run_pipelined(loop.session(tmp_path), 100, tell=False)
 
 
 def test_keeps_a_ledger(tmp_path: Path) -> None:
@@ -254,8 +258,7 @@ def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
         checkpoint=CheckpointConfig(commit_timeout_s=5.0),
     )
     with pytest.raises(SaveError, match=r"last step, 3, was not committed: .*since step 0 is lost"):
-        with session:
-            loop.run(session, until=3)
+        loop.run_in(session, 3)
     assert session.stats.failed == 1
     events = read_ledger(tmp_path / ledger_key(1, 0))
     assert [e["event"] for e in events][-2:] == ["save_failed", "closed"]
