@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ckpt.errors import BadInputError
-from trainer.config import launched_place
+from trainer.config import launched_place, restart_count
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,25 @@ def joined(device: str) -> Iterator[Place]:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
     if launched_place():
-        dist.init_process_group(backend)
+        store = PrefixStore(f"restart-{restart_count()}", next(rendezvous("env://"))[0])
+        # torchrun keeps one store for all restarts, so the addresses that the ranks of the last
+        # attempt left there are still found, and connecting to them fails or hangs, now and then
+        # (pytorch#135712). Keys of this attempt's own avoid it.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
-        store: Any = getattr(dist, "HashStore")()  # noqa: B009 - exported, but not for type checkers
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        alone: Any = getattr(dist, "HashStore")()  # noqa: B009 - public, but untyped
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     try:
         yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
     finally:
         dist.destroy_process_group()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy, equally on every rank."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 _CPU = torch.device("cpu")
