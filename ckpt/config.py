@@ -123,3 +123,8 @@ def trust_file() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sidestage" / "trusted-code"
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted this job; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
