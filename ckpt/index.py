@@ -67,6 +67,21 @@ class TensorEntry:
     shards: tuple[ShardEntry, ...]
 
 
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor. `boxes` are the (offsets, sizes) it was saved in, over all ranks."""
+
+    fqn: str
+    kind: TensorKind
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
 def row_bytes(sizes: tuple[int, ...], dtype: str) -> int:
     """Bytes of one row of a shard."""
     return math.prod(sizes[1:]) * ITEMSIZE[dtype]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 Buffer = bytes | bytearray | memoryview
 DigestName = Literal["xxh3-128", "sha256"]
 DIGEST_NAMES: tuple[str, ...] = get_args(DigestName)
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1,

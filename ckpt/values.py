@@ -50,9 +50,7 @@ def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
     if kind is PerRankRef:
         return {"$": "per_rank", "v": value.fqn}
     if kind in (list, tuple):
-        items: list[Json] = [
-            encode_value(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)
-        ]
+        items: list[Json] = [encode_value(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, dict):  # OrderedDict and the like come back as dict
         pairs: list[Json] = []

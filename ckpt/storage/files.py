@@ -19,9 +19,10 @@ _RENAME_NOREPLACE = 1
 
 
 class NoSpaceError(OSError):
-    """A write found no room; `needed_bytes` more were to come."""
+    """A write found no room: `needed_bytes` were still to come, `free_bytes` was the room."""
 
     needed_bytes = 0
+    free_bytes = 0
 
 
 class TempFile:
@@ -47,6 +48,8 @@ class TempFile:
                     raise
                 full = NoSpaceError(e.errno, e.strerror)
                 full.needed_bytes = len(view) - done
+                # Now: once the file is dropped, its own bytes are free again.
+                full.free_bytes = _free_bytes(self._fd)
                 raise full from e
 
     def stamp(self, above_ns: int) -> os.stat_result:
@@ -173,3 +176,9 @@ def scan(folder: int, start: str) -> list[tuple[str, os.stat_result | None]]:
             except (FileNotFoundError, UnicodeDecodeError):
                 continue  # deleted since, or a stray that no key can name
     return sorted(found, key=lambda pair: pair[0])
+
+
+def _free_bytes(fd: int) -> int:
+    """Bytes that this user may still write to the filesystem of an open file."""
+    found = os.fstatvfs(fd)
+    return found.f_bavail * found.f_frsize

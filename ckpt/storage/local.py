@@ -54,6 +54,9 @@ class LocalStorage:
     Needs hard links or renameat2(RENAME_NOREPLACE), and flock for `put`, `replace_if` and
     `delete`. Don't remove `.sidestage-lock` while somebody writes. Folders stay when their last
     object is deleted. A key can't be the folder of another: `a` and `a/b` exclude each other here.
+
+    A StorageError of a write leaves open whether the object exists (its name may have been
+    given before its folder couldn't be synced): read it back.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

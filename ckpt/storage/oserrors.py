@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 
 from ckpt.errors import (
     BadInputError,
@@ -36,20 +35,13 @@ def explain(e: OSError, root: str, verb: str, key: str) -> SidestageError:
     if e.errno in (errno.EISDIR, errno.ENAMETOOLONG):
         return BadInputError(f"{what}: can't {verb}: {text}; choose another key")
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = f"{e.needed_bytes} more bytes needed, " if isinstance(e, NoSpaceError) else ""
-        return StorageError(
-            f"{what}: can't {verb}: {text}: {needed}{_free_bytes(root)} free; "
-            f"make room or raise the quota"
-        )
+        room = ""
+        if isinstance(e, NoSpaceError):
+            room = f" ({e.needed_bytes} more bytes needed, {e.free_bytes} free)"
+        return StorageError(f"{what}: can't {verb}: {text}{room}; make room or raise the quota")
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StorageError(
             f"{what}: can't {verb}: {text}; check the owner and mode of that path and of "
             f"its folders, and that the filesystem is mounted writable"
         )
     return StorageError(f"{what}: can't {verb}: {text}; check the disk, then try again")
-
-
-def _free_bytes(path: str) -> int:
-    """Bytes that this user may still write to the filesystem of `path`."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize

@@ -1,0 +1,61 @@
+# Everything runs in .venv; `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Options of the demo, such as DEMO="--short". ROOT is where it keeps its run.
+DEMO ?=
+ROOT ?= build/demo/run
+
+.PHONY: help setup demo test check bench format clean
+
+help:
+	@echo "make setup   install everything into $(VENV) (again only when pyproject.toml changes)"
+	@echo "make demo    train, kill, resume, publish, serve and restore on MovieLens-100k"
+	@echo "make test    run all tests"
+	@echo "make check   lint, format, types and import layers"
+	@echo "make bench   run the benchmarks"
+	@echo "make format  reformat the code"
+	@echo "make clean   remove build/ and caches, keep $(VENV)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { echo "error: no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@echo "== torch =="
+	$(BIN)/python -m pip install -c constraints.txt torch numpy
+	@echo "== torchrec, with the fbgemm that fits this torch =="
+	$(BIN)/python -m pip install -c constraints.txt \
+	  $$($(BIN)/python -c 'import torch; print("fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu")') \
+	  torchmetrics tensordict tqdm pyre-extensions
+	# Without dependencies: torchrec asks for fbgemm-gpu, the CUDA build, by name; of recbole only the data is used.
+	$(BIN)/python -m pip install -c constraints.txt --no-deps torchrec recbole
+	@echo "== sidestage =="
+	$(BIN)/python -m pip install -c constraints.txt -e '.[serve,dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m benchmarks.demo --root $(ROOT) $(DEMO)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.stall
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find ckpt publisher trainer tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

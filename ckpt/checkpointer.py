@@ -1,0 +1,426 @@
+"""What a trainer calls: save without waiting for storage, restore, close.
+
+state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
+with Checkpointer("/data/run") as checkpointer:
+    checkpointer.restore(state)
+    for step, batch in ...:
+        ...
+        checkpointer.save(step, state)
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ckpt import commit
+from ckpt.config import CheckpointConfig
+from ckpt.coordinator import Coordinator, Store
+from ckpt.digest import digest_of
+from ckpt.engine import Engine, Job
+from ckpt.errors import BadInputError, ConflictError, SaveError, SidestageError
+from ckpt.events import LogSink
+from ckpt.manifest import AttemptRecord, canonical, seal
+from ckpt.persist import Persister, SaveSkipped, StagedSave, save_tag
+from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.restore import OBJECTS_KIND
+from ckpt.restorer import Restorer, RestoreResult
+from ckpt.staging import Arena
+from ckpt.storage import Storage, open_storage
+from ckpt.tree import FlatState, flatten
+from ckpt.types import Clock, CommitRef, EventSink, SystemClock
+from ckpt.values import encode_value
+
+__all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
+
+
+@dataclass(frozen=True)
+class SaveHandle:
+    """One save. `staged` is done when the snapshot is fixed; `committed` when it is durable.
+
+    `committed.result()` is the commit's name, or raises why there is none. Nobody has to
+    look: failures are counted and reported anyway.
+    """
+
+    step: int
+    blocked_s: float
+    staged: Future[None]
+    committed: Future[CommitRef]
+
+
+@dataclass
+class SaveStats:
+    """Counts of this checkpointer's saves. Seconds are what save() kept the trainer waiting."""
+
+    commits: int = 0
+    failed: int = 0
+    skipped: int = 0
+    blocked_s: list[float] = field(default_factory=list)
+    last_commit: CommitRef | None = None
+    last_error: str | None = None
+
+    @property
+    def max_blocked_s(self) -> float:
+        return max(self.blocked_s, default=0.0)
+
+    @property
+    def blocked_s_total(self) -> float:
+        return sum(self.blocked_s)
+
+
+class Checkpointer:
+    """Saves and restores one run's state. Make one per process, on every rank.
+
+    Args:
+        root: where the run is kept: a path, a URL, or a Storage.
+        config: how to save.
+        rank, world_size, store: this process among the others; by default those of
+            torch.distributed, or a single process where it isn't initialised.
+        sink: receives events; by default they go to the `sidestage` logger.
+        annotations: strings that every commit carries, such as a serving description's id.
+
+    Raises:
+        BadInputError, StorageError: the root can't be used.
+    """
+
+    def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and all have defaults
+        self,
+        root: str | Storage,
+        config: CheckpointConfig | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store: Store | None = None,
+        sink: EventSink | None = None,
+        clock: Clock | None = None,
+        annotations: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config or CheckpointConfig()
+        self._storage = open_storage(root) if isinstance(root, str) else root
+        self._clock = clock or SystemClock()
+        self._sink = sink or LogSink()
+        self._coordinator = _join(self._storage.url, rank, world_size, store)
+        self.annotations = dict(annotations or {})
+        self.stats = SaveStats()
+        self._attempt: AttemptRecord | None = None
+        self._persister: Persister | None = None
+        self._plan: RankPlan | None = None
+        pinned = torch.cuda.is_available()
+        arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
+        self._engine = Engine(arenas, self._config.when_busy, self._config.persist_nice)
+        self._lock = threading.Lock()  # stats are written by both threads
+        self._in_a_row = 0
+        self._sequence = 0
+        self._restores = 0
+        self._last_step: int | None = None
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def attempt(self) -> AttemptRecord | None:
+        """This life of the job, once restore() or the first save() has claimed its epoch."""
+        return self._attempt
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        elastic: bool = False,
+        partial: bool = False,
+        fresh: bool = False,
+    ) -> RestoreResult | None:
+        """Fill `state` in place from the newest checkpoint that verifies. Collective: call on every rank.
+
+        Args:
+            state: as for save(). Tensors are filled in place, objects get load_state_dict,
+                values inside dicts are replaced, and so is the value of each PerRank.
+            step: restore this step instead of the newest; later commits become abandoned.
+            elastic: accept another number of ranks; PerRank parts then stay as they are.
+            partial: accept keys that only one side has; they stay as they are.
+            fresh: start from scratch although the root has checkpoints.
+
+        Returns None on a root without checkpoints.
+
+        Raises BadInputError before anything is changed if names, shapes or dtypes differ, and
+        CorruptError if no checkpoint verifies. A damaged checkpoint is set aside, said in an
+        event, and the next older one is used.
+        """
+        self._check_open()
+        if self._attempt is not None:
+            raise BadInputError("restore() comes once, before the first save()")
+        self._restores += 1
+        flat = flatten(state, self._coordinator.rank)
+        self._objects(flat)  # refuses what couldn't be saved, before training begins
+        restorer = Restorer(
+            self._storage,
+            self._coordinator,
+            self._sink,
+            timeout_s=self._config.commit_timeout_s,
+            tag=f"restore/{self._restores}",
+        )
+        result = None
+        if not fresh:
+            result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+        elif step is not None:
+            raise BadInputError("restore(): give step or fresh, not both")
+        self._begin_attempt(result.commit if result else None)
+        return result
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, annotations: Mapping[str, str] | None = None
+    ) -> SaveHandle:
+        """Fix a snapshot of `state` and persist it in the background. Collective: call on every rank.
+
+        When this returns the snapshot is complete: everything may be changed at once. It costs
+        a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
+
+        Raises BadInputError for state that can't be stored (by key) or a step that isn't above
+        the last one; SaveError once `raise_after_failures` saves in a row have failed. Trouble
+        with storage never raises here: the handle carries it.
+        """
+        started = self._clock.monotonic()
+        self._check_open()
+        self._raise_by_policy()
+        if self._last_step is not None and step <= self._last_step:
+            raise BadInputError(
+                f"save(step={step}): the last one was step {self._last_step}; steps must rise"
+            )
+        if self._attempt is None:
+            self._begin_unrestored()
+        flat = flatten(state, self._coordinator.rank)
+        shared, objects = self._objects(flat)
+        self._last_step = step
+        self._sequence += 1
+        plan = self._planned(flat)
+        arena = self._engine.acquire(self._config.commit_timeout_s)
+        if arena is None:
+            return self._skip(step, started)
+        try:
+            tensors = arena.stage(plan.shards(flat))
+        except BaseException:
+            self._engine.release(arena)
+            raise
+        save = StagedSave(
+            step=step,
+            sequence=self._sequence,
+            plan=plan,
+            kinds={n: leaf.kind for n, leaf in flat.leaves.items()},
+            tensors=tensors,
+            objects=objects,
+            values_digest=digest_of(shared),
+            annotations={**self.annotations, **(annotations or {})},
+            saved_at_s=self._clock.time(),
+            deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
+        )
+        return self._submit(save, arena, started)
+
+    def wait(self) -> None:
+        """Wait until every save has ended; report failures by policy."""
+        self._engine.drain(self._config.close_timeout_s)
+        self._raise_by_policy()
+
+    def close(self) -> None:
+        """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
+
+        Call it before the process group is destroyed: the last commit needs the job's store.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._engine.close(self._config.close_timeout_s)
+        self._raise_by_policy()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except SidestageError:
+            if error is None:  # never hide what ended the block
+                raise
+
+    def _submit(self, save: StagedSave, arena: Arena, started: float) -> SaveHandle:
+        committed: Future[CommitRef] = Future()
+        persister = self._persister
+        assert persister is not None
+
+        def run() -> None:
+            try:
+                ref = persister.persist(save)
+            except BaseException as e:  # the thread must go on, whatever a save met
+                self._ended(save.step, committed, e)
+            else:
+                self._ended(save.step, committed, ref)
+
+        def drop(why: str) -> None:
+            self._tell_skipped(save.sequence, why)
+            self._ended(save.step, committed, SaveSkipped(f"step {save.step}: skipped, {why}"))
+
+        self._engine.submit(Job(run, drop, arena))
+        return self._handle(save.step, started, committed)
+
+    def _skip(self, step: int, started: float) -> SaveHandle:
+        why = f"{self._engine.pending} earlier saves are pending"
+        committed: Future[CommitRef] = Future()
+        self._tell_skipped(self._sequence, why)
+        self._ended(step, committed, SaveSkipped(f"step {step}: skipped, {why}"))
+        return self._handle(step, started, committed)
+
+    def _tell_skipped(self, sequence: int, why: str) -> None:
+        """The other ranks must not wait for this one until the deadline."""
+        message = {"error": "SaveSkipped", "message": why}
+        if self._coordinator.rank == 0:
+            self._coordinator.announce(save_tag(sequence), message)
+        else:
+            self._coordinator.post(save_tag(sequence), message)
+
+    def _handle(self, step: int, started: float, committed: Future[CommitRef]) -> SaveHandle:
+        staged: Future[None] = Future()
+        staged.set_result(None)
+        blocked_s = self._clock.monotonic() - started
+        with self._lock:
+            self.stats.blocked_s.append(blocked_s)
+        self._sink.emit("save_staged", step=step, blocked_s=blocked_s)
+        return SaveHandle(step, blocked_s, staged, committed)
+
+    def _ended(
+        self, step: int, committed: Future[CommitRef], outcome: CommitRef | BaseException
+    ) -> None:
+        """Count a save's end once, tell the sink, and resolve its future last."""
+        with self._lock:
+            if isinstance(outcome, CommitRef):
+                self.stats.commits += 1
+                self.stats.last_commit = outcome
+                self._in_a_row = 0
+            elif isinstance(outcome, SaveSkipped):
+                self.stats.skipped += 1
+            else:
+                self.stats.failed += 1
+                self._in_a_row += 1
+                self.stats.last_error = f"step {step}: {outcome}"
+        if isinstance(outcome, CommitRef):
+            self._sink.emit("save_committed", step=step, epoch=outcome.epoch)
+            committed.set_result(outcome)
+            return
+        name = "save_skipped" if isinstance(outcome, SaveSkipped) else "save_failed"
+        self._sink.emit(name, step=step, error=str(outcome))
+        committed.set_exception(outcome)
+
+    def _raise_by_policy(self) -> None:
+        limit = self._config.raise_after_failures
+        with self._lock:
+            in_a_row, last = self._in_a_row, self.stats.last_error
+            if limit is None or in_a_row < limit:
+                return
+            self._in_a_row = 0  # reported once
+        raise SaveError(f"{in_a_row} saves in a row failed, the last one at {last}")
+
+    def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
+        """(canonical shared values, the sealed document of all of this rank's values)."""
+        shared = encode_value(flat.values)
+        per_rank = {k: encode_value(v, k) for k, v in flat.per_rank.items()}
+        document = seal(OBJECTS_KIND, {"values": shared, "per_rank": per_rank})
+        return canonical(shared), document
+
+    def _planned(self, flat: FlatState) -> RankPlan:
+        coordinator, sequence = self._coordinator, self._sequence
+        if self._plan is None or self._plan.key != schema_key(flat, coordinator.world_size):
+            self._plan = make_plan(
+                flat,
+                coordinator.rank,
+                coordinator.world_size,
+                lambda mine, rule: coordinator.decide(
+                    f"plan/{sequence}", mine, rule, self._config.commit_timeout_s
+                ),
+            )
+        return self._plan
+
+    def _begin_unrestored(self) -> None:
+        """A first save without restore(): only on a root that has nothing to lose."""
+        restorer = Restorer(
+            self._storage,
+            self._coordinator,
+            self._sink,
+            timeout_s=self._config.commit_timeout_s,
+            tag="restore/0",
+        )
+        newest = restorer.newest_step()
+        if newest is not None:
+            raise ConflictError(
+                f"{self._storage.url} has checkpoints up to step {newest}: call restore(state) before "
+                f"the first save, or restore(state, fresh=True) to start from scratch beside them"
+            )
+        self._begin_attempt(None)
+
+    def _begin_attempt(self, parent: CommitRef | None) -> None:
+        """Claim an epoch for all ranks, and start to be able to commit."""
+
+        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            run = commit.open_run(self._storage, self._clock)
+            world = self._coordinator.world_size
+            mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
+            return {
+                "epoch": mine.epoch,
+                "run_id": mine.run_id,
+                "token": mine.token,
+                "started_at_s": mine.started_at_s,
+            }
+
+        claimed = self._coordinator.decide("attempt", {}, claim, self._config.commit_timeout_s)
+        self._attempt = AttemptRecord(
+            world_size=self._coordinator.world_size, parent=parent, **claimed
+        )
+        self._persister = Persister(
+            self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
+        )
+        self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadInputError("this Checkpointer is closed; make a new one")
+
+    def _at_exit(self) -> None:
+        """The process ends without close(): drain all the same, and say so if that fails."""
+        if not self._engine.close(self._config.close_timeout_s):
+            self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
+
+
+def _join(url: str, rank: int | None, world_size: int | None, store: Store | None) -> Coordinator:
+    """Find this process's place among the ranks, and a namespace that all of them agree on."""
+    initialised = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if initialised else 0
+    if world_size is None:
+        world_size = dist.get_world_size() if initialised else 1
+    if not 0 <= rank < world_size:
+        raise BadInputError(f"rank {rank} is outside [0, {world_size})")
+    if world_size == 1:
+        return Coordinator(rank, world_size, None, "")
+    if store is None and initialised:
+        # Not public, but the only way to the job's store; `store=` avoids it.
+        store = cast(Store, dist.distributed_c10d._get_default_store())
+    if store is None:
+        return Coordinator(rank, world_size, None, "")  # raises, with what to do
+    base = f"sidestage/{digest_of(url.encode())[-8:]}"
+    # Each rank counts its own checkpointers: the n-th on every rank belong together.
+    return Coordinator(rank, world_size, store, f"{base}/{store.add(f'{base}/{rank}', 1)}/")

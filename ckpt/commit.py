@@ -1,0 +1,104 @@
+"""The commit protocol: claim an epoch, and make a checkpoint exist with one create-only object.
+
+See docs/design/0001-commit-protocol.md. Every create may have its reply lost by the
+network; the object is then read back, and a token in it says whose it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckpt import layout
+from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.manifest import (
+    AttemptRecord,
+    CommitRecord,
+    RunRecord,
+    commit_ref,
+    decode,
+    encode,
+)
+from ckpt.storage import Storage
+from ckpt.types import Clock, CommitRef
+
+TOOL = "sidestage"
+
+T = TypeVar("T")
+
+
+def open_run(storage: Storage, clock: Clock) -> RunRecord:
+    """The root's run record, made now if this is the first trainer of the root."""
+    try:
+        return decode(RunRecord, storage.read(layout.RUN), layout.RUN)
+    except NotFoundError:
+        record = RunRecord(secrets.token_hex(8), clock.time(), TOOL)
+    with contextlib.suppress(ConflictError):  # another job was first: its record counts
+        storage.create(layout.RUN, encode(record))
+    return decode(RunRecord, storage.read(layout.RUN), layout.RUN)
+
+
+def claim_epoch(
+    storage: Storage, run: RunRecord, world_size: int, parent: CommitRef | None, clock: Clock
+) -> AttemptRecord:
+    """Claim the next epoch for this attempt. Of several racers each gets its own number."""
+    token = secrets.token_hex(16)
+    epochs = [layout.parse_attempt_key(o.key) for o in storage.list(layout.ATTEMPTS)]
+    epoch = 1 + max((e for e in epochs if e is not None), default=0)
+    while True:
+        record = AttemptRecord(epoch, run.run_id, token, world_size, clock.time(), parent)
+        if _create_mine(storage, layout.attempt_key(epoch), encode(record)):
+            return record
+        epoch += 1
+
+
+def check_not_superseded(storage: Storage, epoch: int) -> None:
+    """Raise ConflictError if a newer attempt has claimed the root.
+
+    Lineage alone keeps an old attempt's commits from becoming latest; this tells its owner.
+    """
+    for info in storage.list(layout.ATTEMPTS):
+        newer = layout.parse_attempt_key(info.key)
+        if newer is not None and newer > epoch:
+            raise ConflictError(
+                f"{info.key}: a newer attempt owns {storage.url}, this one is {epoch}; end this job"
+            )
+
+
+def write_commit(storage: Storage, record: CommitRecord) -> CommitRef:
+    """Make the checkpoint exist.
+
+    Raises ConflictError if this epoch already has another commit of that step.
+    """
+    key, data = layout.commit_key(record.epoch, record.step), encode(record)
+    if not _create_mine(storage, key, data):
+        raise ConflictError(
+            f"{key}: step {record.step} is committed already in epoch {record.epoch}"
+        )
+    return commit_ref(record, data)
+
+
+def _create_mine(storage: Storage, key: str, data: bytes) -> bool:
+    """Create an object; True if it is there with our bytes, whatever the reply said.
+
+    Our bytes hold a random token, so equality means that this very call wrote it.
+    """
+    try:
+        storage.create(key, data)
+    except (ConflictError, StorageError):
+        stored = _or_none(lambda: storage.read(key))
+        if stored == data:
+            return True
+        if stored is None:
+            raise
+        return False
+    return True
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except (NotFoundError, StorageError):
+        return None

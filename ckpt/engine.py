@@ -1,0 +1,116 @@
+"""The one owner of threads: a bounded queue of staged saves and the thread that persists them.
+
+Order is the order of save(); one persist at a time. An arena belongs to the trainer while
+it stages, then to the queue, and comes back when its save has ended, well or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ckpt.config import WhenBusy
+from ckpt.errors import DeadlineError
+
+Slot = TypeVar("Slot")
+
+
+@dataclass
+class Job(Generic[Slot]):
+    """Work for the persist thread: `run` never raises; `drop` ends it without running."""
+
+    run: Callable[[], None]
+    drop: Callable[[str], None]
+    slot: Slot
+
+
+class Engine(Generic[Slot]):
+    """Runs jobs in order on one background thread.
+
+    Args:
+        slots: the staging memory; as many jobs may be pending.
+        when_busy: what `acquire` does when no slot is free.
+        niceness: of the thread, so that it gives way to training.
+    """
+
+    def __init__(self, slots: list[Slot], when_busy: WhenBusy, niceness: int) -> None:
+        self._free = deque(slots)
+        self._when_busy = when_busy
+        self._niceness = niceness
+        self._queue: deque[Job[Slot]] = deque()
+        self._running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name="sidestage-persist", daemon=True)
+        self._thread.start()
+
+    def acquire(self, timeout_s: float) -> Slot | None:
+        """A free slot by policy: wait for one, take the newest waiting job's, or None to skip."""
+        with self._changed:
+            if not self._free and self._when_busy == "coalesce" and self._queue:
+                job = self._queue.pop()
+                job.drop("a newer save took its place")
+                return job.slot
+            if not self._free and self._when_busy == "skip":
+                return None
+            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+                raise DeadlineError(
+                    f"no earlier save ended within {timeout_s:g} s; storage is slower than the interval "
+                    f"between saves: save less often, or set when_busy to 'skip'"
+                )
+            return self._free.popleft()
+
+    def release(self, slot: Slot) -> None:
+        """Give back a slot that no job was made of."""
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+    def submit(self, job: Job[Slot]) -> None:
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify_all()
+
+    @property
+    def pending(self) -> int:
+        with self._changed:
+            return len(self._queue) + self._running
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is pending; False if the deadline passes first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drain, then end the thread. What is still waiting at the deadline is dropped."""
+        drained = self.drain(timeout_s)
+        with self._changed:
+            self._closed = True
+            left, self._queue = list(self._queue), deque()
+            self._changed.notify_all()
+        for job in left:
+            job.drop(f"close() gave up after {timeout_s:g} s")
+        if drained:
+            self._thread.join(timeout_s)
+        return drained
+
+    def _loop(self) -> None:
+        with contextlib.suppress(OSError):  # refused where priorities are fixed: no harm
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._running = 1
+            job.run()
+            with self._changed:
+                self._running = 0
+                self._free.append(job.slot)
+                self._changed.notify_all()

@@ -1,0 +1,213 @@
+"""One save, from staged to committed: write, receipt, agreement, commit.
+
+Runs on the persist thread, on every rank. No collectives: each rank stores a receipt and
+posts its name; rank 0 commits when all are in and tells the others how it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ckpt import layout
+from ckpt.commit import check_not_superseded, write_commit
+from ckpt.config import CheckpointConfig
+from ckpt.coordinator import Coordinator, describe, revive
+from ckpt.digest import digest_of
+from ckpt.errors import BadInputError, CorruptError, SaveError, SidestageError
+from ckpt.index import TensorKind
+from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
+from ckpt.plan import RankPlan, StagedPlanner
+from ckpt.restore import OBJECTS_KIND, merge_values
+from ckpt.storage import Storage
+from ckpt.types import Clock, CommitRef, FileEntry
+from ckpt.values import decode_value
+from ckpt.writer import ChunkWriter, Placement
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """A snapshot in host memory, complete in itself.
+
+    objects: the sealed document of this rank's values; values_digest: digest of the shared ones.
+    saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed.
+    """
+
+    step: int
+    sequence: int
+    plan: RankPlan
+    kinds: Mapping[str, TensorKind]
+    tensors: list[torch.Tensor]
+    objects: bytes
+    values_digest: str
+    annotations: Mapping[str, str]
+    saved_at_s: float
+    deadline_s: float
+
+
+class SaveSkipped(SaveError):  # noqa: N818 - an outcome, reported as an error by the handle
+    """A rank gave this save up because its queue was full."""
+
+
+class Persister:
+    """Carries staged saves to their commit, one at a time."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        coordinator: Coordinator,
+        attempt: AttemptRecord,
+        config: CheckpointConfig,
+        clock: Clock,
+    ) -> None:
+        self._storage = storage
+        self._coordinator = coordinator
+        self._attempt = attempt
+        self._config = config
+        self._clock = clock
+        self._parent = attempt.parent
+        self._heard: list[str] = []
+
+    def persist(self, save: StagedSave) -> CommitRef:
+        """Write this rank's part and see the save to its commit on all ranks.
+
+        Raises the error that ended it, the same on every rank.
+        """
+        tag = save_tag(save.sequence)
+        try:
+            report = self._write(save)
+        except SidestageError as e:
+            report = describe(e)
+        except BaseException as e:  # DCP's CheckpointException is no Exception
+            report = describe(SaveError(f"{type(e).__name__}: {e}"))
+        if self._coordinator.rank != 0:
+            self._coordinator.post(tag, report)
+            outcome = self._coordinator.hear(tag, self._left_s(save))
+        else:
+            outcome = self._commit(save, tag, report)
+            self._coordinator.announce(tag, outcome)
+            self._heard.append(tag)
+            # Everybody who sent a receipt for this save has heard how the last but one ended.
+            while len(self._heard) > 2:
+                self._coordinator.forget(self._heard.pop(0))
+        if "error" in outcome:
+            if outcome["error"] == "SaveSkipped":
+                raise SaveSkipped(str(outcome["message"]))
+            raise revive(outcome)
+        self._parent = CommitRef(**outcome["commit"])
+        return self._parent
+
+    def _write(self, save: StagedSave) -> dict[str, Any]:
+        """Store this rank's files and receipt; returns the receipt's file entry as a payload."""
+        rank = self._coordinator.rank
+        prefix = self._prefix(save)
+        writer = ChunkWriter(self._storage, Placement(prefix, rank, save.kinds), self._config)
+        writer.write_data(save.plan.plan, StagedPlanner(save.plan, save.tensors))
+        objects_key = layout.rank_objects_key(prefix, rank)
+        self._storage.create(objects_key, save.objects)
+        objects = FileEntry(objects_key, len(save.objects), self._digest(save.objects))
+        receipt = Receipt(
+            epoch=self._attempt.epoch,
+            step=save.step,
+            save_id=f"{save.sequence:06d}",
+            rank=rank,
+            world_size=self._coordinator.world_size,
+            plan_id=save.plan.plan_id,
+            values_digest=save.values_digest,
+            tensor_bytes=writer.tensor_bytes,
+            files=(*writer.files, objects),
+        )
+        data, key = encode(receipt), layout.rank_receipt_key(prefix, rank)
+        self._storage.create(key, data)
+        return asdict(FileEntry(key, len(data), self._digest(data)))
+
+    def _commit(self, save: StagedSave, tag: str, report: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0: wait for all receipts, commit, and say how it ended."""
+        try:
+            reports = self._coordinator.collect(tag, report, self._left_s(save))
+            for rank, r in enumerate(reports):
+                if "error" in r:
+                    return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
+            entries = tuple(FileEntry(**r) for r in reports)
+            receipts = [self._receipt(e) for e in entries]
+            self._check(save, receipts)
+            check_not_superseded(self._storage, self._attempt.epoch)
+            ref = write_commit(self._storage, self._record(save, entries, receipts))
+        except SidestageError as e:
+            return describe(e)
+        except BaseException as e:
+            return describe(SaveError(f"rank 0: {type(e).__name__}: {e}"))
+        return {"commit": asdict(ref)}
+
+    def _record(
+        self, save: StagedSave, entries: tuple[FileEntry, ...], receipts: list[Receipt]
+    ) -> CommitRecord:
+        files = tuple(f for r in receipts for f in r.files)
+        return CommitRecord(
+            run_id=self._attempt.run_id,
+            epoch=self._attempt.epoch,
+            attempt_token=self._attempt.token,
+            step=save.step,
+            save_id=f"{save.sequence:06d}",
+            world_size=self._coordinator.world_size,
+            parent=self._parent,
+            saved_at_s=save.saved_at_s,
+            committed_at_s=self._clock.time(),
+            tensor_bytes=sum(r.tensor_bytes for r in receipts),
+            stored_bytes=sum(f.size_bytes for f in files),
+            annotations=dict(save.annotations),
+            receipts=entries,
+            files=files,
+        )
+
+    def _receipt(self, entry: FileEntry) -> Receipt:
+        data = self._storage.read(entry.key)
+        if self._digest(data) != entry.digest:
+            raise CorruptError(
+                f"{entry.key}: not what its rank wrote; is another job using this root?"
+            )
+        return decode(Receipt, data, entry.key)
+
+    def _check(self, save: StagedSave, receipts: list[Receipt]) -> None:
+        """All ranks wrote the same save of the same state."""
+        for rank, r in enumerate(receipts):
+            if (r.rank, r.step, r.plan_id) != (rank, save.step, save.plan.plan_id):
+                raise BadInputError(
+                    f"rank {rank} saved step {r.step} with plan {r.plan_id[-8:]}, rank 0 step {save.step} "
+                    f"with plan {save.plan.plan_id[-8:]}; call save() in step, with the same state"
+                )
+        if len({r.values_digest for r in receipts}) > 1:
+            self._merge_all(receipts)
+
+    def _merge_all(self, receipts: list[Receipt]) -> None:
+        """Ranks may have different keys, but no two values for one key: name the one that has."""
+        merged: Any = None
+        for r in receipts:
+            key = layout.rank_objects_key(self._prefix_of(r), r.rank)
+            tree = decode_value(unseal(OBJECTS_KIND, self._storage.read(key), key)["values"], key)
+            merged = tree if r.rank == 0 else merge_values(merged, tree, "")
+
+    def _prefix(self, save: StagedSave) -> str:
+        return layout.data_prefix(self._attempt.epoch, save.step, f"{save.sequence:06d}")
+
+    def _prefix_of(self, r: Receipt) -> str:
+        return layout.data_prefix(r.epoch, r.step, r.save_id)
+
+    def _digest(self, data: bytes) -> str:
+        return digest_of(data, self._config.digest)
+
+    def _left_s(self, save: StagedSave) -> float:
+        return save.deadline_s - self._clock.monotonic()
+
+
+def save_tag(sequence: int) -> str:
+    """Key of one save in the job's store. Every rank counts its save() calls alike."""
+    return f"save/{sequence}"
+
+
+def without_arena(save: StagedSave) -> StagedSave:
+    """The record of a save without its memory, to keep after the arena went back."""
+    return replace(save, tensors=[])

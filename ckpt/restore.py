@@ -1,0 +1,338 @@
+"""Reading checkpoints: any part of any tensor, at any sharding, every byte checked.
+
+A tensor is a set of boxes, each a run of row chunks; whatever layout saved it, a region
+is read by copying the parts of the chunks that overlap it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zstandard
+
+from ckpt.digest import check_digest, new_hasher
+from ckpt.errors import BadInputError, CorruptError, NotFoundError
+from ckpt.index import (
+    ChunkEntry,
+    ShardEntry,
+    TensorEntry,
+    TensorInfo,
+    decode_index,
+    row_bytes,
+)
+from ckpt.manifest import CommitRecord, unseal
+from ckpt.storage import Storage
+from ckpt.tree import host_bytes, torch_dtype
+from ckpt.types import FileEntry
+from ckpt.values import decode_value
+
+OBJECTS_KIND = "objects"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A shard and the file that holds it."""
+
+    shard: ShardEntry
+    data_key: str
+    digest: str
+
+
+class CheckpointReader:
+    """One committed checkpoint, open for reading. Any number of threads may read.
+
+    Opening reads and checks the indexes and value trees, not the data. Raises CorruptError
+    naming the object that is damaged.
+
+    Args:
+        storage: the run's root.
+        record: the commit to read.
+        workers: parallel reads.
+    """
+
+    def __init__(self, storage: Storage, record: CommitRecord, *, workers: int = 4) -> None:
+        self.record = record
+        self._storage = storage
+        self._workers = workers
+        self._shards: dict[str, list[_Stored]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        files = {f.key: f for f in record.files}
+        index_keys = [k for k in files if k.endswith(".idx")]
+        with ThreadPoolExecutor(workers) as pool:
+            for key, data in zip(
+                index_keys, pool.map(lambda k: self._whole(files[k]), index_keys), strict=True
+            ):
+                entries, digest = decode_index(data, key)
+                for entry in entries:
+                    self._add(entry, key.removesuffix(".idx") + ".bin", digest)
+        self._check_coverage()
+        self._objects = [
+            unseal(OBJECTS_KIND, self._whole(f), k)
+            for k, f in sorted(files.items())
+            if k.endswith(".objects.json")
+        ]
+
+    def values(self) -> Any:
+        """The tree of values that all ranks share, with TensorRef and PerRankRef in it."""
+        merged: Any = None
+        for rank, body in enumerate(self._objects):
+            tree = decode_value(body.get("values"), f"objects of rank {rank}")
+            merged = tree if rank == 0 else merge_values(merged, tree, "")
+        return merged
+
+    def per_rank_values(self, rank: int) -> dict[str, Any]:
+        """The value trees that rank `rank` of the saver had for itself, by key."""
+        if not 0 <= rank < len(self._objects):
+            raise NotFoundError(
+                f"rank {rank}: this checkpoint has ranks 0 to {len(self._objects) - 1}"
+            )
+        trees = self._objects[rank].get("per_rank")
+        if not isinstance(trees, dict):
+            raise CorruptError(f"objects of rank {rank}: no per_rank trees")
+        return {k: decode_value(v, f"objects of rank {rank}: {k}") for k, v in trees.items()}
+
+    def info(self, fqn: str) -> TensorInfo:
+        """A tensor's shape and dtype; NotFoundError names near misses."""
+        if fqn not in self.tensors:
+            import difflib
+
+            near = difflib.get_close_matches(fqn, self.tensors, 3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise NotFoundError(f"{fqn}: no such tensor in step {self.record.step}{hint}")
+        return self.tensors[fqn]
+
+    def read(self, fqn: str) -> torch.Tensor:
+        """A whole tensor, in host memory."""
+        info = self.info(fqn)
+        out = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        self.read_into(fqn, out, (0,) * len(info.shape))
+        return out
+
+    def read_into(self, fqn: str, out: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Fill `out` with the box of the tensor that starts at `offsets` and has out's shape.
+
+        `out` may be any strided view on any device; it must have the stored dtype.
+        """
+        info = self.info(fqn)
+        if out.dtype != torch_dtype(info.dtype):
+            raise BadInputError(f"{fqn}: stored as {info.dtype}, the target is {out.dtype}")
+        jobs = []
+        for stored in self._shards[fqn]:
+            box = _overlap(stored.shard.offsets, stored.shard.sizes, offsets, tuple(out.shape))
+            if box is not None:
+                jobs += [(stored, c) for c in _chunks_of(stored.shard, box)]
+        if len(jobs) <= 1 or self._workers <= 1:
+            for stored, chunk in jobs:
+                self._copy_chunk(info, stored, chunk, out, offsets)
+            return
+        with ThreadPoolExecutor(min(self._workers, len(jobs))) as pool:
+            # list() so that the first error of any worker is raised here
+            list(pool.map(lambda j: self._copy_chunk(info, j[0], j[1], out, offsets), jobs))
+
+    def iter_rows(self, fqn: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, block of rows) of a tensor, each row once, in order.
+
+        Memory is about one chunk per column shard, whatever the size of the table.
+        """
+        info = self.info(fqn)
+        if not info.shape or 0 in info.shape:
+            if info.shape == ():
+                yield 0, self.read(fqn)
+            return
+        stops = sorted(
+            {s.shard.offsets[0] + c.row + c.rows for s in self._shards[fqn] for c in s.shard.chunks}
+        )
+        cache = _ChunkCache(
+            self, info, max(1, len({s.shard.offsets[1:] for s in self._shards[fqn]}))
+        )
+        row = 0
+        for stop in stops:
+            out = torch.empty((stop - row, *info.shape[1:]), dtype=torch_dtype(info.dtype))
+            self._gather(info, out, row, cache)
+            yield row, out
+            row = stop
+
+    def read_rows(self, fqn: str, rows: Sequence[int]) -> torch.Tensor:
+        """Chosen rows, in the order asked for, reading only the chunks that hold them."""
+        info = self.info(fqn)
+        if not info.shape:
+            raise BadInputError(f"{fqn}: a scalar has no rows")
+        bad = [r for r in rows if not 0 <= r < info.shape[0]]
+        if bad:
+            raise BadInputError(f"{fqn}: row {bad[0]} is outside [0, {info.shape[0]})")
+        out = torch.empty((len(rows), *info.shape[1:]), dtype=torch_dtype(info.dtype))
+        cache = _ChunkCache(
+            self, info, max(1, len({s.shard.offsets[1:] for s in self._shards[fqn]}))
+        )
+        # Sorted, so that each chunk is read once.
+        for position in sorted(range(len(rows)), key=lambda p: rows[p]):
+            self._gather(info, out[position : position + 1], rows[position], cache)
+        return out
+
+    def _gather(self, info: TensorInfo, out: torch.Tensor, row: int, cache: _ChunkCache) -> None:
+        at = (row, *(0 for _ in info.shape[1:]))
+        for stored in self._shards[info.fqn]:
+            box = _overlap(stored.shard.offsets, stored.shard.sizes, at, tuple(out.shape))
+            if box is not None:
+                for chunk in _chunks_of(stored.shard, box):
+                    _place(cache.chunk(stored, chunk), stored.shard, chunk, out, at)
+
+    def _copy_chunk(
+        self,
+        info: TensorInfo,
+        stored: _Stored,
+        chunk: ChunkEntry,
+        out: torch.Tensor,
+        offsets: Sequence[int],
+    ) -> None:
+        _place(self.load_chunk(info, stored, chunk), stored.shard, chunk, out, offsets)
+
+    def load_chunk(self, info: TensorInfo, stored: _Stored, chunk: ChunkEntry) -> torch.Tensor:
+        """One chunk's rows, checked and decompressed."""
+        shard = stored.shard
+        raw_bytes = chunk.rows * row_bytes(shard.sizes, info.dtype)
+        what = f"{stored.data_key}: {info.fqn} rows {chunk.row}+{chunk.rows}"
+        shape = (chunk.rows, *shard.sizes[1:]) if shard.sizes else ()
+        out = torch.empty(shape, dtype=torch_dtype(info.dtype))
+        if chunk.codec == "raw":
+            target = host_bytes(out)
+        else:
+            packed = bytearray(chunk.stored_bytes)
+            target = memoryview(packed)
+        try:
+            self._storage.read_into(stored.data_key, chunk.offset, target)
+        except NotFoundError:
+            raise CorruptError(f"{what}: the file is gone; use another checkpoint") from None
+        hasher = new_hasher(stored.digest)
+        hasher.update(target)
+        if hasher.digest().ljust(32, b"\0") != chunk.digest:
+            raise CorruptError(f"{what}: bytes don't match their digest; use another checkpoint")
+        if chunk.codec == "zstd":
+            try:
+                raw = zstandard.ZstdDecompressor().decompress(target, max_output_size=raw_bytes)
+            except zstandard.ZstdError as e:
+                raise CorruptError(f"{what}: can't be decompressed: {e}") from None
+            if len(raw) != raw_bytes:
+                raise CorruptError(f"{what}: {len(raw)} bytes decompressed, expected {raw_bytes}")
+            host_bytes(out)[:] = raw
+        return out
+
+    def _whole(self, file: FileEntry) -> bytes:
+        try:
+            data = self._storage.read(file.key)
+        except NotFoundError:
+            raise CorruptError(f"{file.key}: the commit lists it but it is gone") from None
+        if len(data) != file.size_bytes:
+            raise CorruptError(f"{file.key}: {len(data)} bytes, the commit says {file.size_bytes}")
+        check_digest(data, file.digest, file.key)
+        return data
+
+    def _add(self, entry: TensorEntry, data_key: str, digest: str) -> None:
+        known = self.tensors.get(entry.fqn)
+        boxes = tuple((s.offsets, s.sizes) for s in entry.shards)
+        if known is not None:
+            if (known.kind, known.dtype, known.shape) != (entry.kind, entry.dtype, entry.shape):
+                raise CorruptError(
+                    f"{data_key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
+                )
+            boxes = known.boxes + boxes
+        self.tensors[entry.fqn] = TensorInfo(entry.fqn, entry.kind, entry.dtype, entry.shape, boxes)
+        self._shards.setdefault(entry.fqn, []).extend(
+            _Stored(s, data_key, digest) for s in entry.shards
+        )
+
+    def _check_coverage(self) -> None:
+        for fqn, info in self.tensors.items():
+            volume = sum(math.prod(sizes) for _, sizes in info.boxes)
+            if volume != math.prod(info.shape):
+                raise CorruptError(
+                    f"{fqn}: shards hold {volume} of {math.prod(info.shape)} elements of {info.shape}"
+                )
+
+
+class _ChunkCache:
+    """The last few chunks read, so that column shards with other row boundaries are read once."""
+
+    def __init__(self, reader: CheckpointReader, info: TensorInfo, size: int) -> None:
+        self._reader, self._info, self._size = reader, info, size
+        self._held: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+
+    def chunk(self, stored: _Stored, chunk: ChunkEntry) -> torch.Tensor:
+        key = (stored.data_key, chunk.offset)
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key]
+        while len(self._held) >= self._size:
+            self._held.popitem(last=False)
+        self._held[key] = self._reader.load_chunk(self._info, stored, chunk)
+        return self._held[key]
+
+
+def _overlap(
+    a_offsets: Sequence[int],
+    a_sizes: Sequence[int],
+    b_offsets: Sequence[int],
+    b_sizes: Sequence[int],
+) -> tuple[tuple[int, int], ...] | None:
+    """[start, stop) per dimension of the common box, or None if there is none."""
+    box = []
+    for ao, an, bo, bn in zip(a_offsets, a_sizes, b_offsets, b_sizes, strict=True):
+        start, stop = max(ao, bo), min(ao + an, bo + bn)
+        if start >= stop:
+            return None
+        box.append((start, stop))
+    return tuple(box)
+
+
+def _chunks_of(shard: ShardEntry, box: tuple[tuple[int, int], ...]) -> list[ChunkEntry]:
+    """The chunks of a shard that hold rows of `box`."""
+    if not box:
+        return list(shard.chunks)
+    first, last = box[0][0] - shard.offsets[0], box[0][1] - shard.offsets[0]
+    return [c for c in shard.chunks if c.row < last and c.row + c.rows > first]
+
+
+def _place(
+    data: torch.Tensor,
+    shard: ShardEntry,
+    chunk: ChunkEntry,
+    out: torch.Tensor,
+    offsets: Sequence[int],
+) -> None:
+    """Copy what a chunk and a target box at `offsets` have in common."""
+    if not shard.sizes:
+        out.copy_(data)
+        return
+    at = (shard.offsets[0] + chunk.row, *shard.offsets[1:])
+    box = _overlap(at, data.shape, offsets, out.shape)
+    if box is None:
+        return
+    source = tuple(slice(a - o, b - o) for (a, b), o in zip(box, at, strict=True))
+    target = tuple(slice(a - o, b - o) for (a, b), o in zip(box, offsets, strict=True))
+    out[target].copy_(data[source])
+
+
+def merge_values(a: Any, b: Any, path: str) -> Any:
+    """One value tree of two ranks': dicts are united, everything else must be equal.
+
+    Raises BadInputError naming the key that differs.
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        merged = dict(a)
+        for k, v in b.items():
+            sub = f"{path}.{k}" if path else str(k)
+            merged[k] = merge_values(a[k], v, sub) if k in a else v
+        return merged
+    # repr, so that nan equals nan and 1, 1.0 and True differ
+    if type(a) is not type(b) or (a != b and repr(a) != repr(b)):
+        raise BadInputError(
+            f"{path}: ranks hold different values ({str(a)[:40]} and {str(b)[:40]}); wrap it in "
+            f"PerRank if each rank has its own"
+        )
+    return a

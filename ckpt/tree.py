@@ -1,0 +1,259 @@
+"""What a trainer's state is to a checkpoint: named tensors with their shards, and plain values.
+
+The first layer with torch. `flatten` turns nested state (modules, optimizers, anything with
+`state_dict`, tensors, ShardedTensor, DTensor, Python values) into `FlatState`: one `Leaf` a
+tensor, under its path joined by dots, and a tree of values in which `TensorRef`s stand for
+the tensors. It evaluates every `state_dict` anew: layouts may be cached, data never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from ckpt.errors import BadInputError
+from ckpt.index import TensorKind
+from ckpt.types import ITEMSIZE
+from ckpt.values import PerRankRef, TensorRef
+
+
+@dataclass
+class PerRank:
+    """Marks a part of the state that each rank has for itself, such as RNG state or a reader's position.
+
+    Without it, values and plain tensors are taken to be the same on all ranks; saving finds
+    values that aren't and names them.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor that this rank holds: `tensor` is the live memory, of shape `sizes`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of the state. `source` is what DCP's planner understands."""
+
+    fqn: str
+    kind: TensorKind
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    source: torch.Tensor | ShardedTensor
+
+
+@dataclass
+class FlatState:
+    """State taken apart. `per_rank` holds the value trees of PerRank parts by their key."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    values: Any = None
+    per_rank: dict[str, Any] = field(default_factory=dict)
+
+
+def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
+    """Take `state` apart without copying a tensor.
+
+    Raises BadInputError naming the key of whatever can't be stored: a meta tensor, a storage
+    smaller than its shape, a sparse or quantised layout, an object that only pickle could save.
+    """
+    if not isinstance(state, Mapping):
+        raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
+    flat = FlatState()
+    flat.values = _flatten(state, "", None, rank, flat)
+    return flat
+
+
+def _flatten(value: Any, path: str, owner: int | None, rank: int, flat: FlatState) -> Any:
+    """The value tree of `value`; `owner` is the rank inside a PerRank part, else None."""
+    if isinstance(value, PerRank):
+        if owner is not None:
+            raise BadInputError(f"{path}: PerRank inside PerRank")
+        flat.per_rank[path] = _flatten(value.value, path, rank, rank, flat)
+        return PerRankRef(path)
+    if isinstance(value, torch.Tensor | ShardedTensor):
+        leaf = leaf_of(
+            path if owner is None else f"{path}@{owner}", value, per_rank=owner is not None
+        )
+        if leaf.fqn in flat.leaves:
+            raise BadInputError(f"{leaf.fqn}: two tensors of the state have this key; rename one")
+        flat.leaves[leaf.fqn] = leaf
+        return TensorRef(leaf.fqn)
+    if has_state_dict(value):
+        return _flatten(value.state_dict(), path, owner, rank, flat)
+    if isinstance(value, Mapping):
+        return {
+            k: _flatten(v, f"{path}.{k}" if path else str(k), owner, rank, flat)
+            for k, v in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(
+            _flatten(v, f"{path}.{i}", owner, rank, flat) for i, v in enumerate(value)
+        )
+    return value
+
+
+def has_state_dict(value: Any) -> bool:
+    """Is `value` an object that saves itself, such as a module or an optimizer?"""
+    return (
+        not isinstance(value, Mapping | type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def leaf_of(fqn: str, value: torch.Tensor | ShardedTensor, *, per_rank: bool) -> Leaf:
+    """Describe one tensor: its global shape and the boxes of it that this rank holds."""
+    if isinstance(value, ShardedTensor):
+        meta = value.metadata()
+        shards = tuple(
+            Shard(
+                tuple(s.metadata.shard_offsets),
+                tuple(s.metadata.shard_sizes),
+                _plain(f"{fqn} (local shard)", s.tensor),
+            )
+            for s in value.local_shards()
+        )
+        dtype, shape = meta.tensor_properties.dtype, tuple(meta.size)
+    elif isinstance(value, DTensor):
+        shards, dtype, shape = _dtensor_shards(fqn, value), value.dtype, tuple(value.shape)
+    else:
+        plain = _plain(fqn, value)
+        zeros = (0,) * plain.dim()
+        shards = (Shard(zeros, tuple(plain.shape), plain),)
+        dtype, shape = plain.dtype, tuple(plain.shape)
+        kind: TensorKind = "per_rank" if per_rank else "replicated"
+        return Leaf(fqn, kind, dtype_name(fqn, dtype), shape, shards, plain)
+    if per_rank:
+        raise BadInputError(f"{fqn}: a {type(value).__name__} spans ranks and can't be PerRank")
+    return Leaf(fqn, "sharded", dtype_name(fqn, dtype), shape, shards, value)
+
+
+def _dtensor_shards(fqn: str, value: DTensor) -> tuple[Shard, ...]:
+    """A DTensor's boxes on this rank. TorchRec's wrap several local shards, or none, in one."""
+    if value.device_mesh.get_coordinate() is None:
+        return ()
+    if any(p.is_partial() for p in value.placements):
+        raise BadInputError(f"{fqn}: a DTensor with partial placements has no value yet; reduce it")
+    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(
+        Shard(
+            tuple(c.offsets),
+            tuple(c.sizes),
+            _plain(
+                f"{fqn} (local shard)",
+                value.__get_tensor_shard__(MetadataIndex(fqn, c.offsets)),  # type: ignore[no-untyped-call]
+            ),
+        )
+        for c in chunks
+    )
+
+
+def _plain(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A detached view of a dense tensor, or BadInputError saying why it can't be stored."""
+    if tensor.is_meta:
+        raise BadInputError(f"{what}: is on the meta device and has no data; materialise it first")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise BadInputError(
+            f"{what}: layout {tensor.layout} can't be stored; pass its dense parts as tensors"
+        )
+    tensor = tensor.detach()
+    if tensor.numel():
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < needed:
+            raise BadInputError(
+                f"{what}: shape {tuple(tensor.shape)} needs {needed} bytes but its storage holds "
+                f"{tensor.untyped_storage().nbytes()}; it was freed or offloaded, bring it back first"
+            )
+    return tensor
+
+
+def dtype_name(what: str, dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, or BadInputError if checkpoints can't hold it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise BadInputError(
+            f"{what}: dtype {name} can't be stored; known are {', '.join(ITEMSIZE)}"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a checked name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInputError(
+            f"this torch ({torch.__version__}) has no dtype {name}; use a newer one"
+        )
+    return dtype
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor as bytes, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> Any:
+    """Give restored values back to `state`, in place; returns what replaces `state` itself.
+
+    Objects get `load_state_dict`, dicts get their values replaced, PerRank its value. `loaded` is
+    the value tree with tensors in it; PerRankRefs in it that `per_rank` lacks are left as they were.
+    """
+    if isinstance(state, PerRank):
+        if path in per_rank:
+            state.value = assign(state.value, per_rank[path], {}, path)
+        return state
+    if isinstance(state, torch.Tensor | ShardedTensor):
+        return state  # was filled in place
+    if has_state_dict(state):
+        state.load_state_dict(_rewrap(loaded, per_rank))
+        return state
+    if isinstance(state, dict) and isinstance(loaded, Mapping):
+        for k, v in loaded.items():
+            sub = f"{path}.{k}" if path else str(k)
+            state[k] = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
+        return state
+    if type(state) in (list, tuple) and type(loaded) is type(state) and len(state) == len(loaded):
+        items = [
+            assign(s, v, per_rank, f"{path}.{i}")
+            for i, (s, v) in enumerate(zip(state, loaded, strict=True))
+        ]
+        if isinstance(state, list):
+            state[:] = items
+            return state
+        return tuple(items)
+    return loaded
+
+
+def _rewrap(loaded: Any, per_rank: Mapping[str, Any]) -> Any:
+    """A value tree as `state_dict` had returned it: PerRank parts wrapped again."""
+    return substitute(
+        loaded,
+        lambda leaf: PerRank(per_rank.get(leaf.fqn)) if isinstance(leaf, PerRankRef) else leaf,
+    )
+
+
+def substitute(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """A copy of a nested value with `fn` applied to each leaf."""
+    if isinstance(value, dict):
+        return {k: substitute(v, fn) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(substitute(v, fn) for v in value)
+    return fn(value)
