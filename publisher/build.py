@@ -188,7 +188,9 @@ def golden_reference(
 
     Raises BadInputError if the request doesn't fit the description, or an output isn't finite.
     """
-    batch = RequestSpec.of(description).check(request)
+    expected = RequestSpec.of(description)
+    request = expected.select(request)
+    batch = expected.check(request)
     with torch.inference_mode():
         pooled = {lk.input: pool_rows(lk, request, reader.read_rows) for lk in description.lookups}
         outputs = run_program(program, description, request, pooled)

@@ -79,7 +79,7 @@ def once(
     It goes live unless it, or a newer commit, was live before.
     """
     storage = _open_root(root)
-    sink = LineSink(as_json=True) if as_json else _Quiet()
+    sink = _WarnSink()
     publisher = _open_publisher(storage, open_registry(root, registry), sink, options)
     if step is None:
         outcome = publisher.publish_latest(options["why"] or "publisher once", retry=retry)
@@ -258,9 +258,12 @@ def serve(  # noqa: PLR0913, PLR0917  (options of a command)
     sink.emit("stopped")
 
 
-class _Quiet:
+class _WarnSink:
+    """Tells only what the command's own last line doesn't, on stderr."""
+
     def emit(self, name: str, /, **fields: Any) -> None:
-        """The command's own last line says it."""
+        if name == "commit_corrupt":
+            click.echo(f"step {fields['step']} is passed over: {fields['reason']}", err=True)
 
 
 def _open_root(root: str) -> Storage:
@@ -282,9 +285,8 @@ def _open_existing(root: str, registry: str | None) -> Registry:
 def _open_publisher(
     root: Storage, registry: Registry, sink: EventSink, options: dict[str, Any]
 ) -> Publisher:
-    from ckpt.restore import CheckpointReader
-
     from ckpt.config import trust_file
+    from ckpt.restore import CheckpointReader
     from ckpt.trust import TrustList
     from publisher.build import VersionBuilder
     from publisher.loading import ProgramCache

@@ -92,7 +92,7 @@ class Daemon:
 
     def _publish_newest(self, publisher: Publisher) -> Outcome | None:
         for info in publisher.catalog.commits():
-            if info.status == "corrupt":
+            if info.record is None:
                 self._tell_once("commit_corrupt", f"step {info.ref.step}: {info.problem}")
         candidates = publisher.candidates()
         for skipped, info in enumerate(candidates):

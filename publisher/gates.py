@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpt.catalog import Catalog
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError, StorageError
+from ckpt.errors import BadInputError, CorruptError, SidestageError, StorageError
 from ckpt.manifest import CommitRecord
 from ckpt.storage import Storage
 from ckpt.types import CommitRef
+from ckpt.verify import verify_commit
 from publisher.records import GateName, GateResult
 
 
@@ -67,19 +68,14 @@ class GateReport:
             raise GateError(gate, str(e), e.exit_code) from e
 
 
-def verify_commit(catalog: Catalog, storage: Storage, ref: CommitRef) -> CommitRecord:
-    """Read a commit's record by digest and check that each of its files is there with its size.
+def check_commit(catalog: Catalog, storage: Storage, ref: CommitRef) -> CommitRecord:
+    """A commit's record by its digest, its files checked as far as that is quick.
 
-    Raises CorruptError naming the first file that isn't.
+    Raises CorruptError naming the first file that is missing, of another size, or damaged.
     """
     record = catalog.read(ref)
-    for f in record.files:
-        try:
-            size = storage.stat(f.key).size_bytes
-        except NotFoundError:
-            raise CorruptError(f"{f.key}: missing from the commit of step {ref.step}") from None
-        if size != f.size_bytes:
-            raise CorruptError(
-                f"{f.key}: has {size} bytes, the commit of step {ref.step} says {f.size_bytes}"
-            )
+    report = verify_commit(storage, record, level="quick")
+    if not report.ok:
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise CorruptError(f"step {ref.step}: {report.problems[0]}{more}")
     return record

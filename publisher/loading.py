@@ -81,6 +81,11 @@ class LoadedVersion:
     def version(self) -> int:
         return self.manifest.version
 
+    @property
+    def request(self) -> RequestSpec:
+        """What a request must hold."""
+        return self._spec
+
     def predict(self, request: Request) -> Prediction:
         """Answer one request; BadInputError names what is wrong with it, and the numbers."""
         self._spec.check(request)

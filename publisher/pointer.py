@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.storage import Storage
@@ -21,8 +20,6 @@ from publisher import keys
 from publisher.records import Move, MoveKind, Source, VersionManifest, decode, encode
 
 _RACES = 20
-
-R = TypeVar("R", Move, Move | None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,10 @@ class _Target:
     source: Source
     falls_back_to: int | None
     newest: tuple[Source, ...]
+
+
+_Decide = Callable[[Move | None, Move | None], _Target | None]
+"""(the pointer's move, the newest known move) -> where to go, or None to leave it."""
 
 
 class LivePointer:
@@ -80,18 +81,17 @@ class LivePointer:
         So neither a late job nor a restarted publisher undoes a rollback (case D53).
         """
 
-        def target(now: Move | None) -> _Target | None:
-            newest = {s.run_id: s for s in (now.newest if now else ())}
+        def target(now: Move | None, known: Move | None) -> _Target | None:
+            newest = {s.run_id: s for s in (known.newest if known else ())}
             before = newest.get(manifest.source.run_id)
             if before is not None and manifest.source.order <= before.order:
                 return None
             newest[manifest.source.run_id] = manifest.source
-            fallback = now.sequence if now else None
             return _Target(
                 "publish",
                 manifest.version,
                 manifest.source,
-                fallback,
+                known.sequence if known else None,
                 tuple(newest[run] for run in sorted(newest)),
             )
 
@@ -106,42 +106,40 @@ class LivePointer:
         NotFoundError if there is no such version, ConflictError if it is live already.
         """
 
-        def target(now: Move | None) -> _Target:
-            if now is None:
+        def target(now: Move | None, known: Move | None) -> _Target:
+            if known is None:
                 raise NotFoundError(f"{self.url}: no version is live yet: nothing to roll back")
-            pointer = self.read()
-            if pointer is not None and to == pointer.to_version:
+            if now is not None and to == now.to_version:
                 raise ConflictError(f"version {to} is live already")
-            earlier = self._earlier(now, to)
-            if to is None and earlier is None:
-                raise NotFoundError(
-                    f"no version was live before version {now.to_version}; name one with --to"
-                )
+            if now is None and to is None:
+                raise NotFoundError(f"{self.url}: is missing; name the version with --to")
+            earlier = self._earlier(known, to)
             number = earlier.to_version if earlier else to
-            assert number is not None
-            fallback = earlier.falls_back_to if earlier else now.sequence
+            if number is None:
+                raise NotFoundError(
+                    f"no version was live before version {known.to_version}; name one with --to"
+                )
+            fallback = earlier.falls_back_to if earlier else known.sequence
             source = open_version(number).source
-            return _Target("rollback", number, source, fallback, now.newest)
+            return _Target("rollback", number, source, fallback, known.newest)
 
         move = self._change(target, reason)
         assert move is not None
         return move
 
-    def _change(
-        self, target: Callable[[Move | None], _Target | None], reason: Reason
-    ) -> Move | None:
+    def _change(self, target: _Decide, reason: Reason) -> Move | None:
         """Compare-and-set: decide from the current move, try; again if another was first."""
         for _ in range(_RACES):
             now, etag = self._read()
             if now is not None:
                 self._record(now)
             # A pointer that was lost is rebuilt on what the history says.
-            base = now or self._last_recorded()
-            aim = target(base)
+            known = now or self._last_recorded()
+            aim = target(now, known)
             if aim is None:
                 return None
             move = Move(
-                sequence=base.sequence + 1 if base else 1,
+                sequence=known.sequence + 1 if known else 1,
                 kind=aim.kind,
                 from_version=now.to_version if now else None,
                 to_version=aim.version,

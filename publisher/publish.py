@@ -19,7 +19,7 @@ from ckpt.errors import NotFoundError, SidestageError
 from ckpt.events import LogSink
 from ckpt.types import EventSink
 from publisher.build import VersionBuilder
-from publisher.gates import GateError, GateReport, verify_commit
+from publisher.gates import GateError, GateReport, check_commit
 from publisher.parity import ParityCheck, parity_verdict
 from publisher.pointer import Reason
 from publisher.records import GateName, Refusal, Source, VersionManifest, source_of
@@ -82,11 +82,15 @@ class Publisher:
         self._sink = sink or LogSink()
 
     def candidates(self) -> list[CommitInfo]:
-        """Commits that would go live by themselves, newest first; without those given up."""
+        """Commits of the lineage that would go live by themselves, newest first.
+
+        Those that were given up are left out.
+        """
         live = self.registry.live()
         found = []
         for info in self.catalog.commits():
-            if info.status not in ("latest", "ancestor") or info.record is None:
+            # A corrupt one with a record is tried, so that the digests gate puts it on record.
+            if info.status == "abandoned" or info.record is None:
                 continue
             source = source_of(info.record, info.ref)
             if self.registry.is_newer(source, live) and not self.given_up(source):
@@ -107,6 +111,9 @@ class Publisher:
         if info is None or info.record is None:
             raise NotFoundError(f"{self._root.url}: no committed checkpoint here yet")
         source = source_of(info.record, info.ref)
+        for newer in self.catalog.commits():
+            if newer.status == "corrupt" and (newer.ref.epoch, newer.ref.step) > source.order:
+                self._sink.emit("commit_corrupt", step=newer.ref.step, reason=newer.problem)
         last = None if retry else self.given_up(source)
         if last is not None and self.registry.find(source) is None:
             raise GateError(
@@ -161,7 +168,7 @@ class Publisher:
         live = self.registry.live()
         with self._refusing(source, report, None):
             with report.guard("digests"):
-                record = verify_commit(self.catalog, self._root, source.ref)
+                record = check_commit(self.catalog, self._root, source.ref)
             number = self.registry.claim(source, self._who)
         with self._refusing(source, report, number):
             built = self._builder.build(number, record, report)

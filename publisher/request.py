@@ -36,6 +36,10 @@ class RequestSpec:
         ids = [n for f in self.features for n in (values_of(f.feature), lengths_of(f.feature))]
         return [i.name for i in self.dense] + ids
 
+    def select(self, tensors: Request) -> Request:
+        """Without what the model doesn't read: the golden request may hold more than it needs."""
+        return {n: tensors[n] for n in self.names() if n in tensors}
+
     def check(self, request: Request) -> int:
         """The batch size; BadInputError names what is wrong, and its numbers."""
         expected = self.names()

@@ -45,7 +45,9 @@ class Bench:
 
     def publisher(self, parity: ParityCheck | None = None) -> Publisher:
         trust = self.run.trust
-        builder = VersionBuilder(self.run.root, self.registry, ProgramCache(trust), CheckpointReader)
+        builder = VersionBuilder(
+            self.run.root, self.registry, ProgramCache(trust), CheckpointReader
+        )
         return Publisher(
             builder,
             parity or partial(parity_in_process, trust),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ckpt.storage import Storage
 from ckpt.trust import TrustList
 from publisher.predictor import Predictor
-from tests.publisher.conftest import Bench, make_bench
+from tests.publisher.conftest import make_bench
 from tests.publisher.tiny import GOLDEN, random_tensors
 
 

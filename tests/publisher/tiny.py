@@ -21,7 +21,7 @@ from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.digest import digest_of, new_hasher
 from ckpt.index import ChunkEntry, ShardEntry, TensorEntry, encode_index
-from ckpt.manifest import AttemptRecord, CommitRecord, RunRecord, encode, seal
+from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, RunRecord, encode, seal
 from ckpt.schema import (
     ConstantSpec,
     FeatureSpec,
@@ -69,7 +69,9 @@ def program() -> bytes:
     return out.getvalue()
 
 
-def request(users: Sequence[Sequence[int]], genres: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+def request(
+    users: Sequence[Sequence[int]], genres: Sequence[Sequence[int]]
+) -> dict[str, torch.Tensor]:
     """A request of one bag of each feature per row."""
     out = {"dense": torch.arange(3.0 * len(users)).reshape(-1, 3) / 10}
     for name, bags in (("user", users), ("genre", genres)):
@@ -195,13 +197,19 @@ class TinyRun:
             dtype = str(t.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, "sharded", dtype, shape, (shard,)))
         objects = seal("objects", {"values": None, "per_rank": {}})
-        files = {
+        contents = {
             layout.rank_data_key(prefix, 0): bytes(data),
             layout.rank_index_key(prefix, 0): encode_index(entries, "xxh3-128"),
             layout.rank_objects_key(prefix, 0): objects,
         }
-        for key, content in files.items():
+        for key, content in contents.items():
             self.root.create(key, content)
+        files = tuple(FileEntry(k, len(v), digest_of(v)) for k, v in contents.items())
+        receipt = encode(
+            Receipt(epoch, step, "s0", 0, 1, "plan", digest_of(objects), len(data), files)
+        )
+        receipt_key = layout.rank_receipt_key(prefix, 0)
+        self.root.create(receipt_key, receipt)
         record = CommitRecord(
             run_id=RUN_ID,
             epoch=epoch,
@@ -215,8 +223,8 @@ class TinyRun:
             tensor_bytes=len(data),
             stored_bytes=len(data),
             annotations=dict({"serving_description": "d1"} if annotations is None else annotations),
-            receipts=(),
-            files=tuple(FileEntry(k, len(v), digest_of(v)) for k, v in files.items()),
+            receipts=(FileEntry(receipt_key, len(receipt), digest_of(receipt)),),
+            files=files,
         )
         encoded = encode(record)
         self.root.create(layout.commit_key(epoch, step), encoded)
