@@ -68,12 +68,13 @@ def write_table(
         if first != at or block.shape[1:] != (dim,):
             raise GateError(
                 "coverage",
-                f"{fqn}: got rows {first}+ of shape {tuple(block.shape)}, expected row {at}",
+                f"{fqn}: got rows {first}+ of shape {tuple(block.shape)}, expected row {at} of "
+                f"{dim} columns",
             )
         for piece in torch.split(block, step):
             values = piece.float()
             check_finite(values, f"{fqn} row", at)
-            out.write(memoryview(pack_rows(values).numpy().data).cast("B"))
+            out.write(memoryview(pack_rows(values).flatten().numpy().data))
             at += len(piece)
     if at != rows:
         raise GateError("coverage", f"{fqn}: {at} of {rows} rows were read")
