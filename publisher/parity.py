@@ -30,6 +30,8 @@ from publisher.registry import Registry
 if TYPE_CHECKING:
     import torch
 
+    from publisher.loading import ProgramCache
+
 
 class ParityCheck(Protocol):
     """Gives the largest absolute error of a version on its golden request."""
@@ -37,14 +39,16 @@ class ParityCheck(Protocol):
     def __call__(self, registry: Registry, manifest: VersionManifest) -> float: ...
 
 
-def parity_in_process(trust: TrustList, registry: Registry, manifest: VersionManifest) -> float:
+def parity_in_process(
+    programs: ProgramCache, registry: Registry, manifest: VersionManifest
+) -> float:
     """Load a version from its files, answer the golden request, and compare.
 
     Raises CorruptError if a file differs from the manifest or an output has another shape.
     """
-    from publisher.loading import ProgramCache, load_version
+    from publisher.loading import load_version
 
-    loaded = load_version(registry, manifest, ProgramCache(trust))
+    loaded = load_version(registry, manifest, programs)
     golden = _tensors(registry, manifest, keys.GOLDEN)
     reference = _tensors(registry, manifest, keys.REFERENCE)
     outputs = loaded.predict(loaded.request.select(golden)).outputs
@@ -138,7 +142,10 @@ def main(argv: list[str]) -> int:
         url, prefix = argv
         draft = decode(VersionManifest, sys.stdin.buffer.read(), "draft manifest")
         registry = Registry(open_storage(url, must_exist=True), prefix)
-        err = parity_in_process(TrustList(config.trust_file()), registry, draft)
+        from publisher.loading import ProgramCache
+
+        programs = ProgramCache(TrustList(config.trust_file()))
+        err = parity_in_process(programs, registry, draft)
     except SidestageError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code

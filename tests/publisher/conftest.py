@@ -43,14 +43,14 @@ class Bench:
     sink: ListSink = field(default_factory=ListSink)
     policy: PublishPolicy = field(default_factory=PublishPolicy)
 
+    def __post_init__(self) -> None:
+        self.programs = ProgramCache(self.run.trust)
+
     def publisher(self, parity: ParityCheck | None = None) -> Publisher:
-        trust = self.run.trust
-        builder = VersionBuilder(
-            self.run.root, self.registry, ProgramCache(trust), CheckpointReader
-        )
+        builder = VersionBuilder(self.run.root, self.registry, self.programs, CheckpointReader)
         return Publisher(
             builder,
-            parity or partial(parity_in_process, trust),
+            parity or partial(parity_in_process, self.programs),
             "tester@here",
             policy=self.policy,
             sink=self.sink,
