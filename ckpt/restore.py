@@ -205,7 +205,10 @@ class CheckpointReader:
         else:
             packed = bytearray(chunk.stored_bytes)
             target = memoryview(packed)
-        self._storage.read_into(stored.data_key, chunk.offset, target)
+        try:
+            self._storage.read_into(stored.data_key, chunk.offset, target)
+        except NotFoundError:
+            raise CorruptError(f"{what}: the file is gone; use another checkpoint") from None
         hasher = new_hasher(stored.digest)
         hasher.update(target)
         if hasher.digest().ljust(32, b"\0") != chunk.digest:
@@ -221,7 +224,10 @@ class CheckpointReader:
         return out
 
     def _whole(self, file: FileEntry) -> bytes:
-        data = self._storage.read(file.key)
+        try:
+            data = self._storage.read(file.key)
+        except NotFoundError:
+            raise CorruptError(f"{file.key}: the commit lists it but it is gone") from None
         if len(data) != file.size_bytes:
             raise CorruptError(f"{file.key}: {len(data)} bytes, the commit says {file.size_bytes}")
         check_digest(data, file.digest, file.key)

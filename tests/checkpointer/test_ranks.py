@@ -1,0 +1,230 @@
+"""The protocol between ranks: agreement, failures that reach everybody, never a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import Checkpointer, CheckpointConfig, PerRank
+from ckpt.catalog import Catalog
+from ckpt.coordinator import Coordinator
+from ckpt.errors import BadInputError, CorruptError, DeadlineError, SaveError, StorageError
+from ckpt.layout import DATA
+from ckpt.restore import CheckpointReader
+from ckpt.storage.memory import MemoryStorage
+from tests.checkpointer.ranks import on_ranks, values
+from tests.faults import FaultyStorage
+
+
+def save_one(storage: Any, state_of: Any, world: int = 2, **config: Any) -> list[Any]:
+    """Each rank saves state_of(rank) as step 1; what `committed` gave, by rank."""
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, CheckpointConfig(**config), **place) as c:
+            return c.save(1, state_of(rank)).committed.result()
+
+    return on_ranks(world, body)
+
+
+def test_replicated_state_is_written_once_and_per_rank_state_by_each() -> None:
+    storage = MemoryStorage()
+    refs = values(
+        save_one(
+            storage,
+            lambda r: {"w": torch.ones(5), "n": {"lr": 0.1}, "mine": PerRank({"r": r, "t": torch.tensor(r)})},
+            world=3,
+        )
+    )
+    assert len(set(refs)) == 1
+    record = Catalog(storage).read(refs[0])
+    reader = CheckpointReader(storage, record)
+    assert len(reader.info("w").boxes) == 1
+    for rank in range(3):
+        mine = reader.per_rank_values(rank)["mine"]
+        assert mine["r"] == rank
+        assert reader.read(mine["t"].fqn).item() == rank
+
+
+def test_d16_replicas_that_differ_are_found_and_named() -> None:
+    results = save_one(MemoryStorage(), lambda r: {"metric": {"sum": torch.tensor(float(r))}})
+    for r in results:
+        assert isinstance(r, BadInputError)
+        assert "metric.sum: ranks 0 and 1 hold different values" in str(r)
+        assert "PerRank" in str(r)
+
+
+def test_values_that_differ_between_ranks_are_found_and_named() -> None:
+    for r in save_one(MemoryStorage(), lambda r: {"progress": {"step": r}}):
+        assert isinstance(r, BadInputError)
+        assert "progress.step: ranks hold different values (0 and 1)" in str(r)
+
+
+def test_shapes_that_differ_between_ranks_are_found_and_named() -> None:
+    for r in save_one(MemoryStorage(), lambda r: {"w": torch.zeros(2 + r)}):
+        assert isinstance(r, BadInputError)
+        assert "w: rank 0 has float32 [2] (replicated), rank 1 has float32 [3]" in str(r)
+
+
+def test_d13_a_rank_that_cannot_write_fails_the_save_on_all_and_the_next_works() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    faulty.on("writer", "*000002/r00001.bin").fail(StorageError("no space left on rank 1"))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        out = []
+        with Checkpointer(faulty, **place) as c:
+            for step in (1, 2, 3):
+                h = c.save(step, {"t": PerRank(torch.full((4,), float(step)))})
+                out.append(h.committed.exception())
+        return out, c.stats
+
+    for (first, second, third), stats in values(on_ranks(2, body)):
+        assert first is None
+        assert third is None
+        assert isinstance(second, StorageError)
+        assert "rank 1: no space left on rank 1" in str(second)
+        assert (stats.commits, stats.failed) == (2, 1)
+    assert [i.ref.step for i in Catalog(faulty).lineage()] == [3, 1]
+
+
+def test_a_rank_that_never_saves_is_a_deadline_on_the_others_not_a_hang() -> None:
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        config = CheckpointConfig(commit_timeout_s=2.0)
+        with Checkpointer(MemoryStorage("shared"), config, **place) as c:
+            if rank == 0:
+                return c.save(1, {"a": 1}).committed.result()
+        return None
+
+    lonely, absent = on_ranks(2, body)
+    assert isinstance(lonely, DeadlineError)
+    assert absent is None
+    assert "/1" in str(lonely)
+
+
+def test_a_skipped_save_is_skipped_by_all_ranks_at_once() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", "*000001/r00001.bin").block()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        policy = "skip" if rank == 1 else "block"
+        config = CheckpointConfig(when_busy=policy, max_pending=3 if rank == 0 else 1)  # type: ignore[arg-type]
+        with Checkpointer(faulty, config, **place) as c:
+            handles = [c.save(s, {"a": torch.ones(2)}) for s in (1, 2)]
+            if rank == 1:
+                gate.wait_reached()
+                gate.open()
+            return [h.committed.exception() for h in handles], c.stats
+
+    for (first, second), stats in values(on_ranks(2, body)):
+        assert first is None
+        assert isinstance(second, SaveError)
+        assert stats.skipped == 1
+        assert stats.failed == 0
+
+
+def test_ranks_out_of_step_are_found() -> None:
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, **place) as c:
+            return c.save(1 + rank, {"a": torch.ones(2)}).committed.exception()
+
+    storage = MemoryStorage()
+    for error in on_ranks(2, body):
+        assert isinstance(error, BadInputError)
+        assert "rank 1 saved step 2" in str(error)
+    assert Catalog(storage).latest() is None
+
+
+def test_a_checkpoint_damaged_for_one_rank_is_set_aside_by_all() -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, place: dict[str, Any]) -> None:
+        with Checkpointer(storage, **place) as c:
+            for step in (1, 2):
+                c.save(step, {"t": PerRank(torch.full((9,), 10.0 * step + rank))})
+
+    values(on_ranks(2, body))
+    key = next(o.key for o in storage.list(DATA) if o.key.endswith("000002/r00001.bin"))
+    storage.put(key, bytes(len(storage.read(key))))
+
+    def again(rank: int, place: dict[str, Any]) -> Any:
+        t = PerRank(torch.zeros(9))
+        with Checkpointer(storage, **place) as c:
+            result = c.restore({"t": t})
+        return result, t.value
+
+    for rank, (result, tensor) in enumerate(values(on_ranks(2, again))):
+        assert result.step == 1
+        assert tensor.tolist() == [10.0 + rank] * 9
+
+
+def test_another_world_size_needs_elastic_and_names_what_stays() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": torch.ones(3), "pos": PerRank({"next": r})}))
+
+    def body(rank: int, place: dict[str, Any], *, elastic: bool) -> Any:
+        w, pos = torch.zeros(3), PerRank({"next": -1})
+        with Checkpointer(storage, **place) as c:
+            result = c.restore({"w": w, "pos": pos}, elastic=elastic)
+        return result, w, pos.value
+
+    for r in on_ranks(3, lambda rank, place: body(rank, place, elastic=False)):
+        assert isinstance(r, BadInputError)
+        assert "saved by 2 ranks, this job has 3, and pos belong" in str(r)
+    for result, w, pos in values(on_ranks(3, lambda rank, place: body(rank, place, elastic=True))):
+        assert result.not_restored == ("pos",)
+        assert result.world_size == 2
+        assert torch.equal(w, torch.ones(3))
+        assert pos == {"next": -1}
+
+
+def test_a_state_that_fits_one_rank_only_is_refused_on_all_and_changes_nothing() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": PerRank(torch.ones(3))}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        w = PerRank(torch.zeros(3 + rank))
+        with Checkpointer(storage, **place) as c:
+            try:
+                c.restore({"w": w})
+            except BadInputError as e:
+                return str(e), w.value
+        return None
+
+    for message, tensor in values(on_ranks(2, body)):
+        assert "w@1: the checkpoint has float32 [3], the state float32 [4]" in message
+        assert not tensor.any()
+
+
+def test_more_than_one_rank_needs_a_store() -> None:
+    with pytest.raises(BadInputError, match="there is no store"):
+        Coordinator(0, 2, None, "")
+
+
+def test_the_store_does_not_grow_with_saves() -> None:
+    counts = []
+
+    def body(rank: int, place: dict[str, Any]) -> None:
+        with Checkpointer(storage, **place) as c:
+            for step in range(1, 30):
+                c.save(step, {"a": torch.ones(2)}).committed.result()
+                if rank == 0 and step in (5, 29):
+                    counts.append(place["store"].num_keys())
+
+    storage = MemoryStorage()
+    values(on_ranks(2, body))
+    assert counts[1] <= counts[0] + 1
+
+
+def test_corrupt_error_of_opening_reaches_all_ranks() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": torch.ones(3)}))
+    key = next(o.key for o in storage.list(DATA) if o.key.endswith("r00001.idx"))
+    storage.put(key, b"rubbish")
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, **place) as c:
+            return c.restore({"w": torch.zeros(3)})
+
+    for r in on_ranks(2, body):
+        assert isinstance(r, CorruptError)

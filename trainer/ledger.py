@@ -1,0 +1,139 @@
+"""What one rank did in one attempt, and when: a file of JSON lines that survives SIGKILL.
+
+Every event has `t`, seconds since the process was created, from the monotonic clock. The
+first event also says when that was by the wall clock, which serves only to lay attempts and
+machines side by side. Events and their fields are listed in `EVENTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CorruptError, StorageError
+from ckpt.types import Clock, SystemClock
+
+EVENTS = {
+    "process": "created_at_s, rank, world_size, restarts, batch_size: the session has begun",
+    "restored": "step, position, epoch (of the commit; null on an empty root)",
+    "first_batch": "the reader has handed out the first batch",
+    "step": "step, position: one training step has ended; position is in global batches trained",
+    "saved": "step, blocked_s: save() has returned",
+    "span_begin": "name: something other than training begins",
+    "span_end": "name: it has ended",
+    "closed": "the session has ended, all saves drained",
+    "save_committed": "step (from the persist thread)",
+    "save_failed": "step, error (from the persist thread)",
+    "save_skipped": "step, error",
+}
+"""Each event's fields and meaning. An interval lasts from the event before it to the event."""
+
+_log = logging.getLogger("sidestage")
+
+
+def process_age_s() -> float:
+    """Seconds since the kernel created this process. Linux."""
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8")
+    # The command's name, in parentheses, may hold anything; what follows it is fixed.
+    start_ticks = int(stat.rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return max(0.0, uptime_s - start_ticks / os.sysconf("SC_CLK_TCK"))
+
+
+class Ledger:
+    """Writes events, one unbuffered append each. Events from before `open` are kept for it.
+
+    It never stops training: when its disk fails it says so once in the log and falls silent.
+
+    Args:
+        clock: for tests; the machine's by default.
+        age_s: how long ago this process was created; asked from the kernel by default.
+    """
+
+    def __init__(self, clock: Clock | None = None, age_s: float | None = None) -> None:
+        self._clock = clock or SystemClock()
+        age_s = process_age_s() if age_s is None else age_s
+        self._zero_s = self._clock.monotonic() - age_s
+        self.created_at_s = self._clock.time() - age_s
+        self._fd: int | None = None
+        self._held: list[bytes] = []
+        self._silent = False
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Append one event. Safe to call on any thread."""
+        t = round(self._clock.monotonic() - self._zero_s, 6)
+        line = json.dumps({"event": event, "t": t, **fields}, separators=(",", ":")) + "\n"
+        data = line.encode("utf-8")
+        if self._fd is None:
+            self._held.append(data)
+        else:
+            self._write(self._fd, data)
+
+    def open(self, path: Path) -> None:
+        """Begin the file, which must not exist, and write what was recorded so far.
+
+        StorageError where it can't be made.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as e:
+            raise StorageError(f"{path}: the ledger can't be written: {e.strerror}") from e
+        held, self._held = self._held, []
+        self._write(fd, b"".join(held))
+        self._fd = fd
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, fd: int, data: bytes) -> None:
+        if self._silent:
+            return
+        try:
+            short = os.write(fd, data) < len(data)
+            problem = "no space left" if short else None
+        except OSError as e:
+            problem = e.strerror
+        if problem:
+            self._silent = True  # a line after a torn one would make the file unreadable
+            _log.warning("the ledger is incomplete from here on: %s", problem)
+
+
+class SaveEvents:
+    """An event sink that copies the ends of saves into a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def emit(self, name: str, /, **fields: Any) -> None:
+        if name in ("save_committed", "save_failed", "save_skipped"):
+            kept = {k: v for k, v in fields.items() if k in ("step", "error")}
+            self._ledger.record(name, **kept)
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The events of one file, in the order they were written. A last line cut short is left out.
+
+    CorruptError names the file and line of anything else that isn't an event.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as e:
+        raise StorageError(f"{path}: the ledger can't be read: {e.strerror}") from e
+    events = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
+        try:
+            event = json.loads(line)
+            if event["event"] not in EVENTS or not isinstance(event["t"], int | float):
+                raise ValueError("an unknown event, or no time")
+        except (ValueError, TypeError, KeyError) as e:
+            raise CorruptError(f"{path}:{number}: not a ledger event: {e}") from None
+        events.append(event)
+    if events and events[0]["event"] != "process":
+        raise CorruptError(f"{path}: begins with {events[0]['event']!r}, not with 'process'")
+    return events

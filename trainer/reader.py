@@ -1,0 +1,84 @@
+"""A batch reader whose whole state is one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ckpt.errors import BadInputError
+
+B = TypeVar("B")
+
+
+class BatchReader(Generic[B]):
+    """Hands out samples in their order, in global batches of a fixed size.
+
+    Global batch b of an epoch is samples [b * batch_size, (b + 1) * batch_size); rank r of w
+    takes the r-th of w equal contiguous parts of it. So what is trained after n global batches
+    doesn't depend on the number of ranks, and `position` (global batches handed out, across
+    epochs) is all there is to save. The tail of an epoch that fills no batch is left out.
+
+    Args:
+        count: number of training samples.
+        batch_size: samples of a global batch, over all ranks.
+        fetch: makes a batch of the samples at some indices, int64 (batch_size / world_size,).
+        rank, world_size: whose part of each batch this reader hands out.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        fetch: Callable[[Tensor], B],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size < 1 or batch_size % world_size:
+            raise BadInputError(
+                f"batch_size = {batch_size}: give a multiple of the {world_size} ranks"
+            )
+        if count < batch_size:
+            raise BadInputError(f"batch_size = {batch_size} is more than the {count} samples")
+        self._fetch = fetch
+        self._rank = rank
+        self._part = batch_size // world_size
+        self._batch_size = batch_size
+        self.batches_per_epoch = count // batch_size
+        self._position = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def position(self) -> int:
+        """Global batches handed out so far, those that a pipeline has read ahead included."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the next batch belongs to."""
+        return self._position // self.batches_per_epoch
+
+    def seek(self, position: int) -> None:
+        """Go to a position, for iterators that begin after this."""
+        if position < 0:
+            raise BadInputError(f"reader position {position} is below 0")
+        self._position = position
+
+    def indices(self, position: int) -> Tensor:
+        """Which samples this rank takes of the global batch at `position`: int64 (part,)."""
+        start = position % self.batches_per_epoch * self._batch_size + self._rank * self._part
+        return torch.arange(start, start + self._part)
+
+    def __iter__(self) -> Iterator[B]:
+        """The batches from the present position to the end of its epoch."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            batch = self._fetch(self.indices(self._position))
+            self._position += 1
+            yield batch

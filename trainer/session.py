@@ -1,0 +1,269 @@
+"""Checkpoints, exact resume and the ledger around a training loop that stays the user's own.
+
+    with Session(root, {"model": model, "optimizer": optimizer}, reader, save_every=100) as session:
+        while reader.epoch < epochs:
+            for batch in session.batches():
+                train_step(batch)
+                session.step()
+
+The session restores when the block is entered. It uses torch and ckpt only; a TorchRec
+pipeline passes `session.batches()` to `pipeline.progress` and tells `step` what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
+from ckpt.checkpointer import SaveStats
+from ckpt.errors import BadInputError, SaveError, SidestageError
+from ckpt.events import LogSink, TeeSink
+from ckpt.layout import ledger_key
+from ckpt.storage import LocalStorage, Storage, open_storage
+from ckpt.types import Clock
+from trainer.config import restart_count
+from trainer.ledger import Ledger, SaveEvents
+
+B_co = TypeVar("B_co", covariant=True)
+
+_OWN = "session"
+_RNG = "rng"
+
+
+class Reader(Protocol[B_co]):
+    """Where batches come from. `trainer.BatchReader` is one.
+
+    `position` counts the global batches handed out; `seek` goes to one. Iterating gives the
+    batches from there on, to the end of an epoch or of everything. `batch_size` is the
+    samples of a global batch: a checkpoint's position means nothing at another size.
+    """
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    def seek(self, position: int) -> None: ...
+    def __iter__(self) -> Iterator[B_co]: ...
+
+
+class Session(Generic[B_co]):
+    """One attempt at training. Make it on every rank, after the process group.
+
+    Args:
+        root: where the run is kept: a path, a URL or a Storage.
+        state: what to save: a dict of modules, optimizers, schedules, values. Random number
+            generators, the step and the reader's position are added; its keys "rng" and
+            "session" are therefore taken.
+        reader: where `batches` takes them from.
+        save_every: steps from one save to the next.
+        checkpoint: how to save.
+        elastic: permit a restore at another number of ranks. Generators then start afresh.
+        annotations: strings that every commit carries.
+        ledger: a local folder for the ledger; by default the root, which must then be local.
+        clock: for tests.
+    """
+
+    def __init__(  # noqa: PLR0913 - all but the first three have defaults and are keyword-only
+        self,
+        root: str | Storage,
+        state: Mapping[str, Any],
+        reader: Reader[B_co],
+        *,
+        save_every: int = 100,
+        checkpoint: CheckpointConfig | None = None,
+        elastic: bool = False,
+        annotations: Mapping[str, str] | None = None,
+        ledger: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        taken = sorted({_OWN, _RNG} & set(state))
+        if taken:
+            raise BadInputError(f"state: the key {taken[0]!r} is the session's own; rename yours")
+        if save_every < 1:
+            raise BadInputError(f"save_every = {save_every}: give at least 1")
+        storage = open_storage(root) if isinstance(root, str) else root
+        self._ledger_root = _ledger_root(storage, ledger)
+        self._ledger = Ledger(clock)
+        self._reader = reader
+        self._save_every = save_every
+        self._elastic = elastic
+        self._progress = {"step": 0, "position": 0, "batch_size": reader.batch_size}
+        self.state: dict[str, Any] = {**state, _OWN: self._progress, _RNG: RngState()}
+        """All that is saved."""
+        self.restored: RestoreResult | None = None
+        """What this attempt began from; None when it began from scratch."""
+        self._checkpointer = Checkpointer(
+            storage,
+            checkpoint,
+            sink=TeeSink(LogSink(), SaveEvents(self._ledger)),
+            clock=clock,
+            annotations=annotations,
+        )
+        self._saved_step = 0
+        self._entered = False
+        self._began = False
+
+    @property
+    def steps(self) -> int:
+        """Training steps done, those before a restart included."""
+        return int(self._progress["step"])
+
+    @property
+    def position(self) -> int:
+        """Global batches trained on. Less than the reader's position while batches are in flight."""
+        return int(self._progress["position"])
+
+    @property
+    def stats(self) -> SaveStats:
+        return self._checkpointer.stats
+
+    def __enter__(self) -> Session[B_co]:
+        self._ledger.record("process", **self._place())
+        try:
+            self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
+            self._begin()
+        except BaseException:
+            self._checkpointer.close()
+            raise
+        self._entered = True
+        return self
+
+    def batches(self) -> Iterator[B_co]:
+        """The reader's batches from where training stands."""
+        self._check_entered()
+        for batch in self._reader:
+            if not self._began:
+                self._began = True
+                self._ledger.record("first_batch")
+            yield batch
+
+    def step(self, in_flight: int = 0) -> SaveHandle | None:
+        """Count one training step that has just ended, and save if one is due.
+
+        Args:
+            in_flight: batches that the reader has handed out and no step has trained on:
+                `len(pipeline.batches)` for TorchRec's TrainPipelineSparseDist.
+
+        Raises BadInputError if no batch was trained on since the last step: `in_flight` is wrong.
+        """
+        self._check_entered()
+        position = self._reader.position - in_flight
+        if position <= self.position:
+            raise BadInputError(
+                f"step {self.steps + 1} trained on no batch: the reader has handed out "
+                f"{self._reader.position}, {in_flight} are in flight and {self.position} were trained "
+                f"on before; pass the right in_flight to session.step()"
+            )
+        self._progress["step"] += 1
+        self._progress["position"] = position
+        self._ledger.record("step", step=self.steps, position=position)
+        return self.save() if self.steps % self._save_every == 0 else None
+
+    def save(self) -> SaveHandle:
+        """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
+        self._check_entered()
+        handle = self._checkpointer.save(self.steps, self.state)
+        self._saved_step = self.steps
+        self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
+        return handle
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Tell the ledger that what runs inside is evaluation, not training."""
+        self._ledger.record("span_begin", name="evaluation")
+        try:
+            yield
+        finally:
+            self._ledger.record("span_end", name="evaluation")
+
+    def finish(self) -> None:
+        """Save the last step if it isn't saved, and wait for every commit. Collective.
+
+        SaveError if the last step has no commit. Leaving the block does this too; call it
+        where something else has to follow before the process ends.
+        """
+        self._check_entered()
+        self._checkpointer.wait()  # so that no policy can skip the last save
+        if self._saved_step < self.steps:
+            self.save()
+            self._checkpointer.wait()
+        last = self.stats.last_commit
+        if self.steps and (last.step if last else self._restored_step) < self.steps:
+            raise SaveError(
+                f"the last step, {self.steps}, was not committed: {self.stats.last_error}; "
+                f"what was trained since step {last.step if last else self._restored_step} is lost"
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+            self._checkpointer.close()
+        except SidestageError:
+            if error is None:  # never hide what ended the block
+                raise
+        finally:
+            self._entered = False
+            self._ledger.record("closed")
+            self._ledger.close()
+
+    def _begin(self) -> None:
+        """Take up where the checkpoint left off, and open the ledger of this attempt."""
+        saved, wanted = self._progress["batch_size"], self._reader.batch_size
+        if saved != wanted:
+            raise BadInputError(
+                f"the checkpoint counts batches of {saved} samples and the reader's have {wanted}: "
+                f"its position would point to other data; keep the batch size"
+            )
+        self._saved_step = self.steps
+        self._reader.seek(self.position)
+        epoch = self.restored.commit.epoch if self.restored else None
+        self._ledger.record("restored", step=self.steps, position=self.position, epoch=epoch)
+        attempt = self._checkpointer.attempt
+        assert attempt is not None, "restore() has claimed an epoch"
+        self._ledger.open(self._ledger_root / ledger_key(attempt.epoch, _rank()))
+
+    @property
+    def _restored_step(self) -> int:
+        return self.restored.step if self.restored else 0
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise BadInputError(
+                "the session isn't open: use it inside `with Session(...) as session:`"
+            )
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "created_at_s": self._ledger.created_at_s,
+            "rank": _rank(),
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "restarts": restart_count(),
+            "batch_size": self._reader.batch_size,
+        }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ledger_root(storage: Storage, folder: Path | None) -> Path:
+    """Appending needs a local file."""
+    if folder is not None:
+        return folder
+    if isinstance(storage, LocalStorage):
+        return Path(storage.url)
+    raise BadInputError(
+        f"{storage.url}: the ledger needs a local folder, and this root isn't one; pass `ledger=`"
+    )
