@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,7 +291,7 @@ class TestDamage:
         [({"run_id": "other"}, "belongs to run other"), ({"attempt_token": "x"}, "isn't by the")],
     )
     def test_a_commit_of_another_life_of_the_root(
-        self, catalog: Catalog, run: FakeRun, change: dict[str, str], words: str
+        self, catalog: Catalog, run: FakeRun, change: dict[str, Any], words: str
     ) -> None:
         run.attempt(1)
         run.commit(1, 10)

@@ -75,10 +75,11 @@ class TestSound:
     ) -> None:
         receipts = sum(f.size_bytes for f in record.receipts)
         data = sum(f.size_bytes for f in record.files if f.key.endswith(".bin"))
-        for level, expected in (
+        expectations: list[tuple[Level, int]] = [
             ("full", record.stored_bytes),
             ("quick", record.stored_bytes - data),
-        ):
+        ]
+        for level, expected in expectations:
             steps: list[int] = []
             report = verify_commit(storage, record, level=level, progress=steps.append)
             assert sum(steps) == expected
