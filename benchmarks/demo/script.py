@@ -218,7 +218,7 @@ class Demo:
         to = int(move["to_version"])
 
         def older_answer() -> float | None:
-            answer = load.first_from(to, move["at_s"])
+            answer = load.first_from(to, float(move["at_s"]))
             return None if answer is None else answer.at_s
 
         took_ms = 1000 * (
