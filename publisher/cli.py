@@ -152,7 +152,7 @@ def status(root: str, registry: str | None, as_json: bool) -> None:
 @_who
 @_why
 @_json_flag
-def rollback(  # noqa: PLR0913, PLR0917  (options of a command)
+def rollback(  # noqa: PLR0917  (options of a command)
     root: str, registry: str | None, to: int | None, who: str | None, why: str, as_json: bool
 ) -> None:
     """Make an earlier version live, by one move of the pointer; again: one further back.
@@ -220,7 +220,7 @@ def history(root: str, registry: str | None, limit: int | None, as_json: bool) -
     help="Largest request body.",
 )
 @_json_flag
-def serve(  # noqa: PLR0913, PLR0917  (options of a command)
+def serve(  # noqa: PLR0917  (options of a command)
     root: str,
     registry: str | None,
     host: str,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import NotFoundError
 from ckpt.layout import EVENTS as EVENTS_PREFIX
 from ckpt.layout import ledger_key
 from trainer.ledger import read_ledger
@@ -125,9 +125,9 @@ def report(attempts: Mapping[int, Mapping[int, Events]]) -> EttReport:
     first_s: float | None = None
     for epoch, ranks in sorted(attempts.items()):
         events = ranks[min(ranks)]  # one rank tells the story; the others only how long it lasted
-        starts = [_created(epoch, e) for e in ranks.values()]
-        ends = [_created(epoch, e) + e[-1]["t"] for e in ranks.values()]
-        intervals = list(_intervals(epoch, events, min(starts), max(ends)))
+        starts = [e[0]["created_at_s"] for e in ranks.values()]
+        ends = [e[0]["created_at_s"] + e[-1]["t"] for e in ranks.values()]
+        intervals = list(_intervals(events, min(starts), max(ends)))
         if first_s is None:
             first_s = cursor_s = intervals[0].begin_s
         between_s += max(0.0, intervals[0].begin_s - cursor_s)
@@ -142,20 +142,13 @@ def report(attempts: Mapping[int, Mapping[int, Events]]) -> EttReport:
     return EttReport(tuple(done), wall_s, between_s, percent)
 
 
-def _created(epoch: int, events: Events) -> float:
-    at = events[0].get("created_at_s")
-    if not isinstance(at, int | float):
-        raise CorruptError(f"the ledger of attempt {epoch} doesn't say when its process began")
-    return float(at)
-
-
 def _named(events: Events, *names: str) -> Iterator[Mapping[str, Any]]:
     return (e for e in events if e["event"] in names)
 
 
-def _intervals(epoch: int, events: Events, start_s: float, end_s: float) -> Iterator[_Interval]:
+def _intervals(events: Events, start_s: float, end_s: float) -> Iterator[_Interval]:
     """Cut an attempt's time at its events; [start_s, end_s] is when any of its ranks lived."""
-    created = _created(epoch, events)
+    created = events[0]["created_at_s"]
     if start_s < created:
         yield _Interval(start_s, created, "process", "start_up")
     at = created

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.config import restart_count
 from ckpt.errors import BadInputError
-from trainer.config import launched_place
+from trainer.config import agent_store_address, launched_place
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,30 @@ def joined(device: str) -> Iterator[Place]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    if launched_place():
-        dist.init_process_group(backend)
+    if launched_place() is None:
+        dist.init_process_group(backend, store=_HASH_STORE(), rank=0, world_size=1)
+    elif (address := agent_store_address()) is not None:
+        store = _store_of_this_life(*address)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
-        store: Any = getattr(dist, "HashStore")()  # noqa: B009 - exported, but not for type checkers
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend)
     try:
         yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
     finally:
         dist.destroy_process_group()
 
 
+def _store_of_this_life(host: str, port: int) -> Any:
+    """The agent's store, with the keys of this restart apart from those of earlier ones.
+
+    torchrun keeps one store over all restarts and torch 2.13 puts every life's keys in the same
+    place: a rank that starts first then reads the addresses of dead peers, and the job hangs.
+    """
+    return _PREFIX_STORE(f"restart-{restart_count()}", _TCP_STORE(host, port, is_master=False))
+
+
 _CPU = torch.device("cpu")
+# Exported by torch.distributed, but not for type checkers.
+_HASH_STORE: Any = vars(dist)["HashStore"]
+_TCP_STORE: Any = vars(dist)["TCPStore"]
+_PREFIX_STORE: Any = vars(dist)["PrefixStore"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ EVENTS = {
     "save_skipped": "step, error",
 }
 """Each event's fields and meaning. An interval lasts from the event before it to the event."""
+
+_NUMBERS = {
+    "process": ("created_at_s",),
+    "restored": ("step", "position"),
+    "step": ("step", "position"),
+    "saved": ("step", "blocked_s"),
+}
+"""Fields that the account of a run needs, besides `t`."""
 
 _log = logging.getLogger("sidestage")
 
@@ -128,12 +137,18 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     events = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
         try:
-            event = json.loads(line)
-            if event["event"] not in EVENTS or not isinstance(event["t"], int | float):
-                raise ValueError("an unknown event, or no time")
+            events.append(_checked(json.loads(line)))
         except (ValueError, TypeError, KeyError) as e:
             raise CorruptError(f"{path}:{number}: not a ledger event: {e}") from None
-        events.append(event)
     if events and events[0]["event"] != "process":
         raise CorruptError(f"{path}: begins with {events[0]['event']!r}, not with 'process'")
     return events
+
+
+def _checked(event: dict[str, Any]) -> dict[str, Any]:
+    if event["event"] not in EVENTS:
+        raise ValueError(f"{event['event']!r} is unknown to this version")
+    for name in ("t", *_NUMBERS.get(event["event"], ())):
+        if not isinstance(event[name], int | float) or not math.isfinite(event[name]):
+            raise ValueError(f"{name} is {event[name]!r}")
+    return event

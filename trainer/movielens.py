@@ -8,7 +8,7 @@ numbers, so a request to a served model names users and films as GroupLens does.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -218,11 +218,16 @@ def _read_items(path: Path) -> tuple[dict[int, int], dict[int, list[int]], int]:
     return years, {i: [vocabulary[g] for g in gs] for i, _, gs in rows}, len(vocabulary)
 
 
-def _read_ratings(path: Path, users: object, items: object) -> np.ndarray:
+def _read_ratings(path: Path, users: Container[int], items: Container[int]) -> np.ndarray:
     """int64 (n, 4): user, film, rating, timestamp in seconds since 1970."""
-    return np.array(
-        [
-            [_int(c, path, n) for c in cells]
-            for n, cells in _rows(path, ("user_id", "item_id", "rating", "timestamp"))
-        ]
-    )
+    ratings = []
+    for n, cells in _rows(path, ("user_id", "item_id", "rating", "timestamp")):
+        row = [_int(c, path, n) for c in cells]
+        if row[0] not in users:
+            raise BadInputError(f"{path}:{n}: user {row[0]} is not in ml-100k.user; {_INSTALL}")
+        if row[1] not in items:
+            raise BadInputError(f"{path}:{n}: film {row[1]} is not in ml-100k.item; {_INSTALL}")
+        ratings.append(row)
+    if not ratings:
+        raise BadInputError(f"{path}: no ratings; {_INSTALL}")
+    return np.array(ratings)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import Checkpointer, CheckpointConfig, PerRank
+from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.catalog import Catalog
 from ckpt.coordinator import Coordinator
 from ckpt.errors import BadInputError, CorruptError, DeadlineError, SaveError, StorageError

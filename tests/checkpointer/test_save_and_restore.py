@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt import Checkpointer, CheckpointConfig, PerRank, RngState
+from ckpt import CheckpointConfig, Checkpointer, PerRank, RngState
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, SaveError
 from ckpt.events import ListSink

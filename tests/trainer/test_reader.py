@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt.errors import BadInputError
+from trainer.reader import BatchReader
+
+
+def reader(rank: int = 0, world_size: int = 1, count: int = 103) -> BatchReader[Tensor]:
+    return BatchReader(count, 24, lambda index: index, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 24])
+def test_samples_do_not_depend_on_the_world_size(world_size: int) -> None:
+    ranks = [reader(r, world_size) for r in range(world_size)]
+    for epoch in range(2):
+        parts = [list(r) for r in ranks]
+        assert [len(p) for p in parts] == [4] * world_size
+        for b in range(4):
+            together = torch.cat([p[b] for p in parts])
+            assert together.tolist() == list(range(24 * b, 24 * b + 24))
+        assert {r.position for r in ranks} == {4 * (epoch + 1)}
+
+
+def test_position_counts_what_was_handed_out() -> None:
+    r = reader()
+    batches = iter(r)
+    assert (r.position, r.epoch) == (0, 0)
+    next(batches)
+    next(batches)
+    assert (r.position, r.epoch) == (2, 0)
+    assert len(list(batches)) == 2
+    assert (r.position, r.epoch) == (4, 1)
+
+
+def test_seek_goes_on_in_the_middle_of_an_epoch() -> None:
+    whole = list(reader()) + list(reader())
+    r = reader()
+    r.seek(6)
+    assert (r.position, r.epoch) == (6, 1)
+    rest = list(r)
+    assert [t.tolist() for t in rest] == [t.tolist() for t in whole[6:]]
+    assert r.position == 8
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "world_size", "message"),
+    [
+        (100, 0, 1, "batch_size = 0"),
+        (100, 25, 2, "a multiple of the 2 ranks"),
+        (10, 25, 1, "more than the 10 samples"),
+    ],
+)
+def test_refuses_sizes_that_cannot_be(
+    count: int, batch_size: int, world_size: int, message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        BatchReader(count, batch_size, lambda i: i, world_size=world_size)
+
+
+def test_refuses_a_negative_position() -> None:
+    with pytest.raises(BadInputError, match="position -1"):
+        reader().seek(-1)

@@ -1,0 +1,290 @@
+"""The session around a plain PyTorch loop, in one process."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt import CheckpointConfig
+from ckpt.errors import BadInputError, SaveError, StorageError
+from ckpt.layout import ledger_key
+from ckpt.storage import LocalStorage, MemoryStorage
+from ckpt.types import Buffer, ObjectInfo
+from tests.trainer.fake_clock import FakeClock
+from trainer import BatchReader, Session
+from trainer.ett import read_report
+from trainer.ledger import read_ledger
+
+X = torch.randn(120, 4, generator=torch.Generator().manual_seed(1))
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+class Loop:
+    """A model with dropout, so that generators matter, and Adam, whose state appears at its first step."""
+
+    def __init__(self, batch_size: int = 10) -> None:
+        seed_all()
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.reader = BatchReader(len(X), batch_size, lambda index: X[index])
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "noise": {"seen": 0.0},
+        }
+        self.seen: list[Tensor] = []
+
+    def session(self, root: Path, save_every: int = 5) -> Session[Tensor]:
+        return Session(str(root), self.state, self.reader, save_every=save_every)
+
+    def train(self, batch: Tensor) -> None:
+        self.seen.append(batch)
+        noise = random.random() + float(np.random.rand())
+        self.state["noise"]["seen"] = noise  # type: ignore[index]
+        self.optimizer.zero_grad()
+        (self.model(batch).square().mean() * noise).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def run(self, session: Session[Tensor], until: int) -> None:
+        while session.steps < until:
+            for batch in session.batches():
+                self.train(batch)
+                session.step()
+                if session.steps >= until:
+                    break
+
+    def run_in(
+        self, session: Session[Tensor], until: int, then: BaseException | None = None
+    ) -> None:
+        with session:
+            self.run(session, until)
+            if then:
+                raise then
+
+    def run_pipelined(self, session: Session[Tensor], until: int, *, tell: bool) -> None:
+        """Read two batches ahead, as TrainPipelineSparseDist does, and be interrupted."""
+        with session:
+            batches = session.batches()
+            queue = [next(batches), next(batches)]
+            while queue and session.steps < until:
+                queue += [b for b in [next(batches, None)] if b is not None]
+                self.train(queue.pop(0))
+                session.step(in_flight=len(queue) if tell else 0)
+            raise KeyboardInterrupt
+
+    def tensors(self) -> list[Tensor]:
+        moments = [t for s in self.optimizer.state.values() for t in s.values()]
+        return [*self.model.state_dict().values(), *moments]
+
+
+def equal(a: Loop, b: Loop) -> bool:
+    return len(a.tensors()) == len(b.tensors()) and all(
+        torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True)
+    )
+
+
+def test_resumes_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    straight = Loop()
+    with straight.session(tmp_path / "straight") as session:
+        straight.run(session, until=20)
+    first = Loop()
+    with pytest.raises(KeyboardInterrupt):
+        first.run_in(first.session(tmp_path / "cut"), 17, KeyboardInterrupt())
+    second = Loop()
+    random.seed(99)  # what the new process would have is another state
+    with second.session(tmp_path / "cut") as session:
+        assert (session.steps, session.position, second.reader.position) == (15, 15, 15)
+        second.run(session, until=20)
+    assert equal(straight, second)
+    assert second.state["noise"] == straight.state["noise"]
+    assert second.schedule.state_dict() == straight.schedule.state_dict()
+    joined = first.seen[:15] + second.seen
+    assert all(torch.equal(a, b) for a, b in zip(joined, straight.seen, strict=True))
+
+
+def test_leaving_the_block_saves_the_last_step(tmp_path: Path) -> None:
+    loop = Loop()
+    with loop.session(tmp_path, save_every=100) as session:
+        loop.run(session, until=7)
+    assert session.stats.commits == 1
+    again = Loop()
+    with again.session(tmp_path) as session:
+        assert session.restored is not None
+        assert session.restored.step == 7
+        assert equal(loop, again)
+    assert session.stats.commits == 0  # nothing was trained since
+
+
+def test_an_error_in_the_loop_saves_nothing_and_comes_through(tmp_path: Path) -> None:
+    loop = Loop()
+    session = loop.session(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        loop.run_in(session, 7, ZeroDivisionError())
+    assert session.stats.commits == 1
+    again = Loop()
+    with again.session(tmp_path) as session:
+        assert session.steps == 5
+
+
+def test_batches_in_flight_are_not_trained_on(tmp_path: Path) -> None:
+    loop = Loop()
+    session = loop.session(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_pipelined(session, 5, tell=True)
+    assert (session.position, loop.reader.position) == (5, 7)
+    again = Loop()
+    with again.session(tmp_path) as session:
+        again.run(session, until=7)
+    assert torch.equal(again.seen[0], X[50:60])
+
+
+def test_a_forgotten_in_flight_is_found_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    loop = Loop()
+    with pytest.raises(BadInputError, match=r"step 11 trained on no batch.*in_flight"):
+        loop.run_pipelined(loop.session(tmp_path), 100, tell=False)
+
+
+def test_keeps_a_ledger(tmp_path: Path) -> None:
+    loop = Loop()
+    with loop.session(tmp_path, save_every=2) as session:
+        loop.run(session, until=4)
+        with session.evaluating():
+            pass
+    events = read_ledger(tmp_path / ledger_key(1, 0))
+    names = [e["event"] for e in events if e["event"] != "save_committed"]
+    assert names == [
+        *("process", "restored", "first_batch", "step", "step", "saved", "step", "step", "saved"),
+        *("span_begin", "span_end", "closed"),
+    ]
+    assert [e["step"] for e in events if e["event"] == "save_committed"] == [2, 4]
+    assert [e["position"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
+    assert (events[0]["batch_size"], events[0]["world_size"]) == (10, 1)
+    again = Loop()
+    with again.session(tmp_path) as session:
+        again.run(session, until=6)
+    found = read_report(tmp_path)
+    assert [a.batches_new for a in found.attempts] == [4, 2]
+    assert found.lost_batches == found.batches_repeated == 0
+
+
+def test_counts_blocked_time_on_the_given_clock(tmp_path: Path) -> None:
+    loop, clock = Loop(), FakeClock()
+    with Session(str(tmp_path), loop.state, loop.reader, save_every=2, clock=clock) as session:
+        for batch in session.batches():
+            clock.advance(1.0)
+            loop.train(batch)
+            session.step()
+            if session.steps == 4:
+                break
+    (attempt,) = read_report(tmp_path).attempts
+    assert attempt.parts["training_new"] == pytest.approx(4.0)
+    assert attempt.parts["blocked_in_save"] == 0.0
+
+
+def test_refuses_a_checkpoint_of_another_batch_size(tmp_path: Path) -> None:
+    loop = Loop()
+    with loop.session(tmp_path) as session:
+        loop.run(session, until=5)
+    with (
+        pytest.raises(BadInputError, match="batches of 10 samples and the reader's have 20"),
+        Loop(batch_size=20).session(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["rng", "session"])
+def test_refuses_its_own_keys(tmp_path: Path, key: str) -> None:
+    with pytest.raises(BadInputError, match=f"'{key}' is the session's own"):
+        Session(str(tmp_path), {key: 1}, Loop().reader)
+
+
+def test_refuses_a_wrong_interval(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="save_every = 0"):
+        Session(str(tmp_path), {}, Loop().reader, save_every=0)
+
+
+def test_works_only_inside_its_block(tmp_path: Path) -> None:
+    session = Loop().session(tmp_path)
+    calls: list[Callable[[], object]] = [
+        session.step,
+        session.save,
+        lambda: next(session.batches()),
+    ]
+    for call in calls:
+        with pytest.raises(BadInputError, match="inside `with Session"):
+            call()
+    with session:
+        pass
+
+
+def test_the_ledger_needs_a_local_folder(tmp_path: Path) -> None:
+    loop, storage = Loop(), MemoryStorage()
+    with pytest.raises(BadInputError, match=r"needs a local folder.*pass `ledger=`"):
+        Session(storage, loop.state, loop.reader)
+    with Session(storage, loop.state, loop.reader, ledger=tmp_path) as session:
+        loop.run(session, until=3)
+    assert read_report(tmp_path).attempts[0].batches_new == 3
+
+
+class FullStorage(LocalStorage):
+    """A disk that has room for nothing but small files."""
+
+    def create(self, key: str, data: Buffer) -> ObjectInfo:
+        if key.startswith("commits/"):
+            raise StorageError(f"{key}: no space left")
+        return super().create(key, data)
+
+
+def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
+    loop = Loop()
+    session = Session(
+        FullStorage(tmp_path),
+        loop.state,
+        loop.reader,
+        checkpoint=CheckpointConfig(commit_timeout_s=5.0),
+    )
+    with pytest.raises(SaveError, match=r"last step, 3, was not committed: .*since step 0 is lost"):
+        loop.run_in(session, 3)
+    assert session.stats.failed == 1
+    events = read_ledger(tmp_path / ledger_key(1, 0))
+    assert [e["event"] for e in events][-2:] == ["save_failed", "closed"]
+
+
+class Ten:
+    """The smallest reader: anything with these four."""
+
+    batch_size = 1
+    position = 0
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 10:
+            self.position += 1
+            yield self.position
+
+
+def test_takes_any_reader(tmp_path: Path) -> None:
+    got = []
+    with Session(str(tmp_path), {"a": torch.zeros(2)}, Ten(), save_every=4) as session:
+        for n in session.batches():
+            got.append(n)
+            session.step()
+    assert got == list(range(1, 11))
+    with Session(str(tmp_path), {"a": torch.ones(2)}, Ten()) as session:
+        assert list(session.batches()) == []
