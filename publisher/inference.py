@@ -124,7 +124,7 @@ def _tensor(name: str, item: dict[str, Any]) -> torch.Tensor:
     except (ValueError, OverflowError):
         raise BadInputError(f"input {name}: data has rows of different lengths") from None
     if array.size and array.dtype.kind not in kinds:
-        raise BadInputError(f"input {name}: data holds other things than {datatype} numbers")
+        raise BadInputError(f"input {name}: data holds something that is no {datatype} number")
     if array.size != math.prod(shape):
         raise BadInputError(f"input {name}: {array.size} numbers for shape {shape}")
     if array.dtype.kind in "iu" and kinds == "iu" and array.size:
