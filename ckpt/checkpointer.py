@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt import commit
-from ckpt.config import CheckpointConfig
+from ckpt.config import CheckpointConfig, restart_count
 from ckpt.coordinator import Coordinator, Store
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
@@ -421,6 +421,7 @@ def _join(url: str, rank: int | None, world_size: int | None, store: Store | Non
         store = cast(Store, dist.distributed_c10d._get_default_store())
     if store is None:
         return Coordinator(rank, world_size, None, "")  # raises, with what to do
-    base = f"sidestage/{digest_of(url.encode())[-8:]}"
+    # A launcher may keep one store over restarts: keys of an earlier life must not be read.
+    base = f"sidestage/{digest_of(url.encode())[-8:]}/{restart_count()}"
     # Each rank counts its own checkpointers: the n-th on every rank belong together.
     return Coordinator(rank, world_size, store, f"{base}/{store.add(f'{base}/{rank}', 1)}/")

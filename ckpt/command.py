@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None) -> in
     import click
 
     args = list(sys.argv[1:] if argv is None else argv)
+    streams = (sys.stdout, sys.stderr)
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
     try:
         result = command.main(args=args, standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that went away can still be dealt with
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as e:
         return e.exit_code
@@ -42,9 +45,13 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None) -> in
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code
     except BrokenPipeError:
-        # The reader of our output (`| head`) went away: nothing is wrong.
-        sys.stderr.close()
-        return 0
+        return _reader_gone()
+    except SystemExit:
+        # click's own answer to a broken pipe: it wraps both streams and exits with 1.
+        if (sys.stdout, sys.stderr) == streams:
+            raise
+        sys.stdout, sys.stderr = streams
+        return _reader_gone()
     except Exception as e:  # the boundary: everything else is a defect of ours
         if debug:
             traceback.print_exc()
@@ -53,6 +60,14 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None) -> in
             file=sys.stderr,
         )
         return 1
+
+
+def _reader_gone() -> int:
+    """The reader of our output (`| head`) went away: nothing is wrong, and nothing is to be said."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    os.close(null)
+    return 0
 
 
 def entry(command: click.Command) -> Callable[[], None]:

@@ -7,12 +7,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ckpt.errors import BadInputError, NotFoundError
 from ckpt.types import DIGEST_NAMES, DigestName
 
 MIB = 1 << 20
+_MOST_SECONDS = 30 * 24 * 3600
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]
@@ -49,6 +50,12 @@ class CheckpointConfig:
     persist_nice: int = 10
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(CheckpointConfig)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            # The choices among words are checked below, where they can be named.
+            if get_origin(hints[f.name]) is not Literal and not _fits(value, hints[f.name]):
+                raise BadInputError(f"{f.name} = {value!r} is not of type {f.type}")
         if self.digest not in DIGEST_NAMES:
             raise BadInputError(f"digest = {self.digest!r}: use one of {', '.join(DIGEST_NAMES)}")
         for name, kind in (("when_busy", WhenBusy), ("compression", Compression)):
@@ -62,8 +69,13 @@ class CheckpointConfig:
             raise BadInputError(f"max_pending = {self.max_pending}: give at least 1")
         if self.when_busy == "coalesce" and self.max_pending < 2:
             raise BadInputError("when_busy = 'coalesce' needs max_pending of at least 2")
-        if self.commit_timeout_s <= 0 or self.close_timeout_s <= 0:
-            raise BadInputError("commit_timeout_s and close_timeout_s must be above 0")
+        for name in ("commit_timeout_s", "close_timeout_s"):
+            if not 0 < getattr(self, name) <= _MOST_SECONDS:  # false for nan, too
+                raise BadInputError(
+                    f"{name} = {getattr(self, name)}: give seconds above 0, at most {_MOST_SECONDS}"
+                )
+        if not 0 <= self.persist_nice <= 19:
+            raise BadInputError(f"persist_nice = {self.persist_nice}: give 0 to 19")
         if self.raise_after_failures is not None and self.raise_after_failures < 1:
             raise BadInputError(
                 f"raise_after_failures = {self.raise_after_failures}: give 1 or more, or leave it out"
@@ -123,3 +135,8 @@ def trust_file() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sidestage" / "trusted-code"
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted this job; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -21,11 +21,12 @@ from typing import Literal, get_args
 
 import xxhash
 
-from ckpt.errors import CorruptError, UnsupportedFormatError
+from ckpt.errors import BadInputError, CorruptError, UnsupportedFormatError
 from ckpt.manifest import FORMAT_VERSION
 from ckpt.types import DIGEST_NAMES, ITEMSIZE, Buffer, DigestName
 
 _MAGIC = b"SSIX"
+_MAX_NAME_BYTES = 65535
 _HEAD = struct.Struct("<4sHHIII")
 _CHUNK = struct.Struct("<IQQQQB32s")
 
@@ -98,6 +99,11 @@ def encode_index(tensors: list[TensorEntry], digest: DigestName) -> bytes:
     n_shards = n_chunks = 0
     for t, tensor in enumerate(tensors):
         name, dtype = tensor.fqn.encode(), tensor.dtype.encode()
+        if len(name) > _MAX_NAME_BYTES or len(tensor.shape) > 255:
+            raise BadInputError(
+                f"{tensor.fqn[:80]}...: a tensor's key has at most {_MAX_NAME_BYTES} bytes and it at "
+                f"most 255 dimensions, not {len(name)} and {len(tensor.shape)}"
+            )
         head += struct.pack("<H", len(name)) + name
         head += struct.pack("<BB", _KINDS.index(tensor.kind), len(dtype)) + dtype
         head += struct.pack(f"<B{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)

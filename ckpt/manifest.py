@@ -142,10 +142,15 @@ def unseal(kind: str, data: Buffer, key: str) -> dict[str, Any]:
     checksum = doc.pop("checksum", None)
     try:
         expected = digest_of(canonical(doc))
-    except ValueError as e:
-        raise CorruptError(f"{key}: holds a number that JSON can't spell: {e}") from None
-    if checksum != expected:
-        raise CorruptError(f"{key}: checksum is {checksum}, expected {expected}; take another copy")
+        # Compared whole, so that not even a blank can differ from what was written.
+        same = canonical({**doc, "checksum": expected}) + b"\n" == bytes(data)
+    except (ValueError, RecursionError) as e:
+        raise CorruptError(f"{key}: not as this project spells JSON: {e}") from None
+    if not same:
+        raise CorruptError(
+            f"{key}: was cut or altered: checksum is {str(checksum)[:80]}, expected {expected}; "
+            f"take another copy"
+        )
     if doc["kind"] != kind or not isinstance(doc.get("body"), dict):
         raise CorruptError(f"{key}: is a {doc['kind']!r} record, expected {kind!r}")
     return dict(doc["body"])
@@ -175,9 +180,16 @@ def _field(value: Any, hint: Any, what: str) -> Any:
             raise CorruptError(f"{what}: expected an object of strings")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _float(value, what)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise CorruptError(f"{what}: expected {hint.__name__}, found {value!r}")
     if hint is int and value < 0:
         raise CorruptError(f"{what}: {value} is below 0")
     return value
+
+
+def _float(value: int, what: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise CorruptError(f"{what}: a number too large for a time") from None

@@ -119,7 +119,7 @@ def decode_description(data: Buffer, key: str) -> ServingDescription:
             program_sha256=_str(body["program_sha256"]),
             golden_key=_str(body["golden_key"]),
             golden_digest=_str(body["golden_digest"]),
-            export_max_abs_err=float(body["export_max_abs_err"]),
+            export_max_abs_err=_float(body["export_max_abs_err"]),
             inputs=tuple(
                 InputSpec(
                     _str(i["name"]),
@@ -147,7 +147,7 @@ def decode_description(data: Buffer, key: str) -> ServingDescription:
                 for o in body["outputs"]
             ),
         )
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise CorruptError(f"{key}: broken serving description: {e!r}") from None
 
 
@@ -171,6 +171,12 @@ def _int(v: Any) -> int:
     if not isinstance(v, int) or isinstance(v, bool) or v < 0:
         raise TypeError(f"{v!r} is not a count")
     return v
+
+
+def _float(v: Any) -> float:
+    if not isinstance(v, int | float) or isinstance(v, bool):
+        raise TypeError(f"{v!r} is not a number")
+    return float(v)
 
 
 def _one_of(v: Any, allowed: tuple[str, ...]) -> Any:

@@ -15,7 +15,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, StorageError
 from ckpt.types import Buffer
 
 
@@ -31,23 +31,38 @@ class TrustList:
 
     def sums(self) -> frozenset[str]:
         try:
-            lines = self.path.read_text(encoding="ascii").splitlines()
+            # Comments may be in any encoding; a sum that isn't ASCII matches nothing.
+            lines = self.path.read_bytes().decode("utf-8", "replace").splitlines()
         except FileNotFoundError:
             return frozenset()
+        except OSError as e:
+            raise StorageError(f"{self.path}: the trust list can't be read: {e.strerror}") from e
         return frozenset(s for line in lines if (s := line.partition("#")[0].strip().lower()))
 
     def add(self, data: Buffer) -> str:
         """Trust `data` from now on; returns its sha256 in hex."""
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 not in self.sums():
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # One short O_APPEND write, so that two exporters can't interleave.
-            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
-                os.write(fd, f"{sha256}\n".encode("ascii"))
-            finally:
-                os.close(fd)
+                self._append(sha256)
+            except OSError as e:
+                raise StorageError(
+                    f"{self.path}: the trust list can't be written: {e.strerror}; name another "
+                    f"file in SIDESTAGE_TRUST_FILE"
+                ) from e
         return sha256
+
+    def _append(self, sha256: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            # An editor may have left the last line open: our sum must not become part of it.
+            start = "\n" if size and os.pread(fd, 1, size - 1) != b"\n" else ""
+            # One short O_APPEND write, so that two exporters can't interleave.
+            os.write(fd, f"{start}{sha256}\n".encode("ascii"))
+        finally:
+            os.close(fd)
 
     def check(self, data: Buffer, what: str) -> None:
         """Raise BadInputError unless `data` is trusted. Call it on the bytes that will be loaded."""

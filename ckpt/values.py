@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from ckpt.errors import BadInputError, CorruptError
 from ckpt.types import Json
 
 _MAX_DEPTH = 200
+_MAX_INT_BITS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,10 @@ def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
         raise BadInputError(f"{path}: nested more than {_MAX_DEPTH} deep")
     # Exact types on purpose: a subclass (an enum, a defaultdict) would come back as something else.
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind is bool:
         return value  # type: ignore[no-any-return]
+    if kind in (int, str):
+        return _plain(value, path)
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
     if kind is bytes:
@@ -59,6 +63,7 @@ def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
                 raise BadInputError(
                     f"{path}: key {k!r} is a {type(k).__name__}; only string and int keys are stored"
                 )
+            _plain(k, f"{path}: key")
             pairs.append([k, encode_value(v, f"{path}.{k}" if path else str(k), depth + 1)])
         return {"$": "dict", "v": pairs}
     raise BadInputError(
@@ -86,13 +91,16 @@ def decode_value(node: Any, what: str, depth: int = 0) -> Any:
                 return TensorRef(v)
             if kind == "per_rank" and isinstance(v, str):
                 return PerRankRef(v)
-            if kind == "tuple":
+            if kind == "tuple" and isinstance(v, list):
                 return tuple(decode_value(x, what, depth + 1) for x in v)
-            if kind == "dict":
-                return {_key(k, what): decode_value(x, what, depth + 1) for k, x in v}
+            if kind == "dict" and isinstance(v, list):
+                pairs = [_pair(p, what) for p in v]
+                items = {k: decode_value(x, what, depth + 1) for k, x in pairs}
+                if len(items) == len(pairs):
+                    return items
         except (TypeError, ValueError) as e:
             raise CorruptError(f"{what}: a broken {kind} node: {e}") from None
-    raise CorruptError(f"{what}: not a value of this format: {str(node)[:80]}")
+    raise CorruptError(f"{what}: not a value of this format: {reprlib.repr(node)}")
 
 
 def map_leaves(value: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
@@ -116,7 +124,25 @@ def iter_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _key(k: Any, what: str) -> str | int:
-    if type(k) not in (str, int):
-        raise CorruptError(f"{what}: dict key {k!r}")
-    return k  # type: ignore[no-any-return]
+def _plain(value: str | int, path: str) -> str | int:
+    """A string or integer that JSON can hold and give back."""
+    if isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:
+            raise BadInputError(
+                f"{path}: an integer of {value.bit_length()} bits, at most {_MAX_INT_BITS} are "
+                f"stored; store it as bytes"
+            )
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise BadInputError(
+            f"{path}: a string that isn't valid Unicode ({e.reason}); store it as bytes"
+        ) from None
+    return value
+
+
+def _pair(node: Any, what: str) -> tuple[str | int, Any]:
+    if not isinstance(node, list) or len(node) != 2 or type(node[0]) not in (str, int):
+        raise CorruptError(f"{what}: not a key and a value: {reprlib.repr(node)}")
+    return node[0], node[1]

@@ -135,9 +135,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return config_from(tables, str(path))
 
 
-def restart_count() -> int:
-    """How often torchrun has restarted this job; 0 without torchrun."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def agent_store_address() -> tuple[str, int] | None:
+    """(host, port) of the store that torchrun's agent keeps for its workers, or None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def launched_place() -> tuple[int, int, int] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from trainer.config import FaultConfig, restart_count
+from ckpt.config import restart_count
+from trainer.config import FaultConfig
 
 
 def kill_if_due(config: FaultConfig, rank: int, step: int) -> None:

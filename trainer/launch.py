@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from ckpt.config import restart_count
 from ckpt.errors import BadInputError
-from trainer.config import launched_place, restart_count
+from trainer.config import agent_store_address, launched_place
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,13 @@ def joined(device: str) -> Iterator[Place]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    if launched_place():
-        store = PrefixStore(f"restart-{restart_count()}", next(rendezvous("env://"))[0])
-        # torchrun keeps one store for all restarts, so the addresses that the ranks of the last
-        # attempt left there are still found, and connecting to them fails or hangs, now and then
-        # (pytorch#135712). Keys of this attempt's own avoid it.
+    if launched_place() is None:
+        dist.init_process_group(backend, store=_HASH_STORE(), rank=0, world_size=1)
+    elif (address := agent_store_address()) is not None:
+        store = _store_of_this_life(*address)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
-        alone: Any = getattr(dist, "HashStore")()  # noqa: B009 - public, but untyped
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        dist.init_process_group(backend)
     try:
         yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
     finally:
@@ -63,4 +60,19 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
+def _store_of_this_life(host: str, port: int) -> Any:
+    """The agent's store, with the keys of this restart apart from those of earlier ones.
+
+    torchrun keeps one store over all restarts and torch 2.13 puts every life's keys in the same
+    place: a rank that starts first then reads the addresses of dead peers, and the job fails or
+    hangs (pytorch#135712). Where several nodes restart at different counts, start torchrun with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead: each life then has a store of its own.
+    """
+    return _PREFIX_STORE(f"restart-{restart_count()}", _TCP_STORE(host, port, is_master=False))
+
+
 _CPU = torch.device("cpu")
+# Exported by torch.distributed, but not for type checkers.
+_HASH_STORE: Any = vars(dist)["HashStore"]
+_TCP_STORE: Any = vars(dist)["TCPStore"]
+_PREFIX_STORE: Any = vars(dist)["PrefixStore"]

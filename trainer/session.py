@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
+from ckpt.config import restart_count
 from ckpt.errors import BadInputError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
 from ckpt.storage import LocalStorage, Storage, open_storage
 from ckpt.types import Clock
-from trainer.config import restart_count
 from trainer.ledger import Ledger, SaveEvents
 
 B_co = TypeVar("B_co", covariant=True)

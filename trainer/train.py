@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ckpt.config import trust_file
+from ckpt.config import restart_count, trust_file
 from ckpt.errors import BadInputError
 from ckpt.storage import open_storage
 from ckpt.trust import TrustList
-from trainer.config import TrainConfig, restart_count
+from trainer.config import TrainConfig
 from trainer.description import ServedModel, export_description
 from trainer.evaluate import progress, score
 from trainer.fault import kill_if_due

@@ -610,3 +610,20 @@ def test_no_permission_is_a_storage_error(
     ):
         with pytest.raises(StorageError, match="Permission denied"):
             call()
+
+
+def test_keys_need_no_locale() -> None:
+    """Keys are UTF-8 on disk whatever the locale says."""
+    code = """
+import os, sys, tempfile
+from ckpt.storage import LocalStorage
+with tempfile.TemporaryDirectory() as folder:
+    LocalStorage(folder).create("\\xe9/\\xfc", b"x")
+    assert [o.key for o in LocalStorage(folder).list()] == ["\\xe9/\\xfc"]
+    assert os.listdir(os.fsencode(folder)) == ["\\xe9".encode("utf-8")]
+"""
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")

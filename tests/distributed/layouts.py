@@ -6,13 +6,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
-from ckpt import Checkpointer, CheckpointConfig
+from ckpt import CheckpointConfig, Checkpointer
 from ckpt.errors import BadInputError
 from tests.distributed.launch import join
 

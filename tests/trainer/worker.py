@@ -12,8 +12,9 @@ quiet_libraries()
 
 import torch.distributed as dist  # noqa: E402
 
+from ckpt.config import restart_count  # noqa: E402
 from tests.trainer.worker_settings import BATCH_SIZE  # noqa: E402
-from trainer.config import ModelConfig, restart_count  # noqa: E402
+from trainer.config import ModelConfig  # noqa: E402
 from trainer.evaluate import progress  # noqa: E402
 from trainer.launch import joined, seed_generators  # noqa: E402
 from trainer.model import KernelCounters, build_training, to_batch  # noqa: E402

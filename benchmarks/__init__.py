@@ -1,0 +1,1 @@
+"""Measurements and the demo. They import everything and are imported by nothing."""

@@ -1,0 +1,257 @@
+"""Commit to version files: read, check, quantise, write. Memory is a few chunks, not a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import safetensors.torch
+import torch
+
+from ckpt import layout
+from ckpt.digest import check_digest, digest_of
+from ckpt.errors import BadInputError
+from ckpt.manifest import CommitRecord
+from ckpt.schema import ConstantSpec, ServingDescription, decode_description
+from ckpt.storage import Storage
+from ckpt.types import Buffer, DigestName, FileEntry
+from publisher import keys
+from publisher.gates import GateReport
+from publisher.loading import ProgramCache, check_inputs, load_tensors, run_program
+from publisher.lookup import pool_rows
+from publisher.program import BoundProgram, DenseProgram
+from publisher.quantise import DigestingWriter, check_finite, write_table
+from publisher.records import PublishedTable
+from publisher.registry import Registry
+from publisher.request import RequestSpec, torch_dtype
+
+ANNOTATION = "serving_description"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TABLE_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class StoredTensor(Protocol):
+    """What a checkpoint says of one tensor."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class TensorSource(Protocol):
+    """What is read of a checkpoint; `ckpt.restore.CheckpointReader` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    def read(self, fqn: str) -> torch.Tensor: ...
+    def iter_rows(self, fqn: str) -> Iterator[tuple[int, torch.Tensor]]: ...
+    def read_rows(self, fqn: str, rows: Sequence[int]) -> torch.Tensor: ...
+
+
+OpenReader = Callable[[Storage, CommitRecord], TensorSource]
+
+
+@dataclass(frozen=True)
+class BuiltFiles:
+    """What a build wrote below a version's number."""
+
+    description_id: str
+    model: str
+    files: tuple[FileEntry, ...]
+    tables: tuple[PublishedTable, ...]
+
+
+class VersionBuilder:
+    """Writes the files of versions.
+
+    Args:
+        root: the run's storage, where the checkpoint, its description and its program are.
+        registry: where versions go.
+        programs: loads trusted programs.
+        open_reader: opens a commit for reading.
+        digest: the digest of the files of a version.
+    """
+
+    def __init__(
+        self,
+        root: Storage,
+        registry: Registry,
+        programs: ProgramCache,
+        open_reader: OpenReader,
+        digest: DigestName = "xxh3-128",
+    ) -> None:
+        self.root = root
+        self.registry = registry
+        self._programs = programs
+        self._open_reader = open_reader
+        self._digest: DigestName = digest
+
+    def build(self, number: int, record: CommitRecord, report: GateReport) -> BuiltFiles:
+        """Write all files of a version but its manifest.
+
+        Raises GateError if the commit is refused, StorageError: try again.
+        """
+        build = _Build(self.registry, number, self._digest, report)
+        description_id, description = self._read_description(record, build)
+        program = self._load_program(description, build)
+        with report.guard("digests"):
+            golden = self.root.read(description.golden_key)
+            check_digest(golden, description.golden_digest, description.golden_key)
+            reader = self._open_reader(self.root, record)
+        with report.guard("names_and_shapes"):
+            check_names(description, program, reader)
+        report.passed(
+            "names_and_shapes",
+            f"{len(description.tables())} tables and {len(description.constants)} constants",
+        )
+        with report.guard("digests"):  # whatever the reader finds in its chunks
+            constants = build.write_dense(description, reader)
+            tables = build.write_tables(description, reader)
+        with report.guard("golden_parity"):
+            build.add(keys.GOLDEN, golden)
+            request = load_tensors(golden, description.golden_key)
+            reference = golden_reference(description, program.bind(constants), reader, request)
+            build.add(keys.REFERENCE, safetensors.torch.save(reference))
+        return BuiltFiles(description_id, description.model, tuple(build.files), tables)
+
+    def _read_description(
+        self, record: CommitRecord, build: _Build
+    ) -> tuple[str, ServingDescription]:
+        with build.report.guard("digests"):
+            description_id = record.annotations.get(ANNOTATION)
+            if description_id is None or not _ID.fullmatch(description_id):
+                raise BadInputError(
+                    f"step {record.step}: names no serving description (annotation {ANNOTATION!r} "
+                    f"is {description_id!r}); let the trainer export one and name it in its saves"
+                )
+            key = layout.description_prefix(description_id) + keys.DESCRIPTION
+            data = self.root.read(key)
+            description = decode_description(data, key)
+            check_inputs(description)
+            build.add(keys.DESCRIPTION, data)
+        return description_id, description
+
+    def _load_program(self, description: ServingDescription, build: _Build) -> DenseProgram:
+        with build.report.guard("trusted_code"):
+            data = self.root.read(description.program_key)
+            program = self._programs.load(data, description, description.program_key)
+        build.add(keys.PROGRAM, data)
+        build.report.passed("trusted_code", f"sha256 {description.program_sha256}")
+        return program
+
+
+def check_names(
+    description: ServingDescription, program: DenseProgram, reader: TensorSource
+) -> None:
+    """BadInputError with all constants and tables that the checkpoint lacks, or has otherwise."""
+    problems = program.problems(description)
+    for c in description.constants:
+        if c.fqn is not None:
+            problems += _constant_problem(c, reader.tensors.get(c.fqn))
+    features = {(f.table_fqn, f.rows, f.dim) for lk in description.lookups for f in lk.features}
+    for fqn, rows, dim in sorted(features):
+        t = reader.tensors.get(fqn)
+        if t is None:
+            problems.append(f"table {fqn}: not in the checkpoint")
+        elif t.kind == "per_rank" or t.dtype not in _TABLE_DTYPES or t.shape != (rows, dim):
+            problems.append(
+                f"table {fqn}: the checkpoint has {t.kind} {t.dtype} {t.shape}, "
+                f"described as ({rows}, {dim})"
+            )
+    if problems:
+        raise BadInputError("; ".join(sorted(problems)))
+
+
+def _constant_problem(c: ConstantSpec, t: StoredTensor | None) -> list[str]:
+    if t is None:
+        return [f"constant {c.name}: no {c.fqn} in the checkpoint"]
+    if t.kind == "per_rank" or (t.dtype, t.shape) != (c.dtype, c.shape):
+        return [
+            f"constant {c.name}: {c.fqn} is {t.kind} {t.dtype} {t.shape} in the checkpoint, "
+            f"described as {c.dtype} {c.shape}"
+        ]
+    return []
+
+
+def golden_reference(
+    description: ServingDescription,
+    program: BoundProgram,
+    reader: TensorSource,
+    request: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The fp32 answer to the golden request: its rows out of the checkpoint, nothing quantised.
+
+    Raises BadInputError if the request doesn't fit the description, or an output isn't finite.
+    """
+    expected = RequestSpec.of(description)
+    request = expected.select(request)
+    batch = expected.check(request)
+    with torch.inference_mode():
+        pooled = {lk.input: pool_rows(lk, request, reader.read_rows) for lk in description.lookups}
+        outputs = run_program(program, description, request, pooled)
+    for spec in description.outputs:
+        got = outputs[spec.name]
+        want = tuple(batch if d == "batch" else d for d in spec.shape)
+        if tuple(got.shape) != want or got.dtype != torch_dtype(spec.dtype):
+            raise BadInputError(
+                f"output {spec.name}: is {got.dtype} {tuple(got.shape)}, "
+                f"described as {spec.dtype} {want}"
+            )
+        if not torch.isfinite(got).all():
+            raise BadInputError(
+                f"output {spec.name}: not finite on the golden request, in fp32 already"
+            )
+    return {n: t.contiguous() for n, t in outputs.items()}
+
+
+class _Build:
+    """The files of one version in the making."""
+
+    def __init__(
+        self, registry: Registry, number: int, digest: DigestName, report: GateReport
+    ) -> None:
+        self._registry = registry
+        self._number = number
+        self._digest: DigestName = digest
+        self.report = report
+        self.files: list[FileEntry] = []
+
+    def add(self, name: str, data: Buffer) -> None:
+        """Write a small file."""
+        self._registry.storage.create(self._registry.key(self._number, name), data)
+        self.files.append(FileEntry(name, len(data), digest_of(data, self._digest)))
+
+    def write_dense(
+        self, description: ServingDescription, reader: TensorSource
+    ) -> dict[str, torch.Tensor]:
+        """Read, check and write the checkpoint's constants, by their names in the program."""
+        tensors = {c.name: reader.read(c.fqn) for c in description.constants if c.fqn is not None}
+        for c in description.constants:
+            t = tensors.get(c.name)
+            if t is not None and t.dtype.is_floating_point and t.numel():
+                rows = t if t.dim() else t[None]
+                check_finite(rows, f"{c.fqn} row", limit=torch.finfo(t.dtype).max)
+        self.add(keys.DENSE, safetensors.torch.save(tensors))
+        return tensors
+
+    def write_tables(
+        self, description: ServingDescription, reader: TensorSource
+    ) -> tuple[PublishedTable, ...]:
+        """Stream every table into one file."""
+        shapes = description.tables()
+        with self._registry.storage.writer(self._registry.key(self._number, keys.TABLES)) as raw:
+            out = DigestingWriter(raw, self._digest)
+            tables = tuple(
+                write_table(out, keys.TABLES, fqn, shape, reader.iter_rows(fqn))
+                for fqn, shape in shapes.items()
+            )
+        self.files.append(out.entry(keys.TABLES))
+        rows = sum(t.rows for t in tables)
+        self.report.passed("coverage", f"{rows} rows of {len(tables)} tables, each once")
+        self.report.passed("finite", f"{rows} rows and all dense constants")
+        return tables

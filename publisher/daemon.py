@@ -1,0 +1,125 @@
+"""The loop that publishes commits as they appear, until it is told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.errors import NotFoundError, SidestageError, StorageError
+from ckpt.events import LogSink
+from ckpt.types import Clock, EventSink, SystemClock
+from publisher.gates import GateError
+from publisher.publish import Outcome, Publisher
+from publisher.records import Source, source_of
+
+Wait = Callable[[float], bool]
+"""Waits so many seconds; True, at once, when it is time to stop. Like threading.Event.wait."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds between looks at the root, and the longest wait after failures."""
+
+    interval_s: float = 2.0
+    max_backoff_s: float = 60.0
+
+    def backoff_s(self, failures: int) -> float:
+        return min(self.interval_s * 2.0**failures, self.max_backoff_s)
+
+
+class Daemon:
+    """Publishes the newest commit, again and again.
+
+    When it is behind it takes the newest commit and skips those between. A commit that a gate
+    refused is tried again after a growing pause and, after so many attempts, given up; the
+    next older one is tried meanwhile, and newer ones go first.
+
+    Args:
+        open_publisher: opens the root; NotFoundError while there is none yet.
+        wait: sleeps, and says when to stop.
+        pace, clock, sink: intervals, time, events.
+    """
+
+    def __init__(
+        self,
+        open_publisher: Callable[[], Publisher],
+        wait: Wait,
+        *,
+        pace: Pace | None = None,
+        clock: Clock | None = None,
+        sink: EventSink | None = None,
+    ) -> None:
+        self._open = open_publisher
+        self._wait = wait
+        self._pace = pace or Pace()
+        self._clock = clock or SystemClock()
+        self._sink = sink or LogSink()
+        self._publisher: Publisher | None = None
+        self._failures = 0
+        self._refused: dict[Source, tuple[int, float]] = {}
+        self._told: set[str] = set()
+
+    def run(self) -> None:
+        """Work until `wait` says stop. What was begun is finished first.
+
+        Raises BadInputError if the root or the registry can't be what it is said to be; all
+        other failures are told and tried again.
+        """
+        pause_s = 0.0
+        while not self._wait(pause_s):
+            self.tick()
+            failing = self._failures > 0
+            pause_s = self._pace.backoff_s(self._failures) if failing else self._pace.interval_s
+
+    def tick(self) -> Outcome | None:
+        """One look at the root: what was published, if anything."""
+        try:
+            if self._publisher is None:
+                self._publisher = self._open()
+        except NotFoundError as e:
+            self._tell_once("waiting_for_root", str(e))
+            return None
+        except StorageError as e:
+            self._failed(e)
+            return None
+        try:
+            outcome = self._publish_newest(self._publisher)
+        except SidestageError as e:
+            self._failed(e)
+            return None
+        self._failures = 0
+        return outcome
+
+    def _publish_newest(self, publisher: Publisher) -> Outcome | None:
+        for info in publisher.catalog.commits():
+            if info.record is None:
+                self._tell_once("commit_corrupt", f"step {info.ref.step}: {info.problem}")
+        candidates = publisher.candidates()
+        for skipped, info in enumerate(candidates):
+            assert info.record is not None
+            source = source_of(info.record, info.ref)
+            attempts, not_before = self._refused.get(source, (0, 0.0))
+            if attempts and self._clock.monotonic() < not_before:
+                continue
+            if skipped and self._wait(0.0):
+                return None
+            try:
+                outcome = publisher.publish(info, "newest commit")
+            except GateError:
+                pause_s = self._pace.backoff_s(attempts + 1)
+                self._refused[source] = (attempts + 1, self._clock.monotonic() + pause_s)
+                continue
+            if older := len(candidates) - skipped - 1:
+                self._sink.emit("commits_skipped", count=older, before_step=source.step)
+            self._refused.clear()
+            return outcome
+        return None
+
+    def _failed(self, error: SidestageError) -> None:
+        self._failures += 1
+        self._sink.emit("publish_failed", reason=str(error), failures=self._failures)
+
+    def _tell_once(self, event: str, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            self._sink.emit(event, reason=reason)

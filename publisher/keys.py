@@ -1,0 +1,57 @@
+"""The only builder of registry keys. See docs/publishing.md for the tree."""
+
+from __future__ import annotations
+
+import re
+
+LIVE = "live.json"
+VERSIONS = "versions/"
+HISTORY = "history/"
+QUARANTINE = "quarantine/"
+
+CLAIM = "claim.json"
+MANIFEST = "manifest.json"
+DESCRIPTION = "description.json"
+PROGRAM = "program.pt2"
+DENSE = "dense.safetensors"
+TABLES = "tables.bin"
+GOLDEN = "golden.safetensors"
+REFERENCE = "reference.safetensors"
+
+_VERSION = re.compile(r"versions/(\d{6,})/(.+)")
+_HISTORY = re.compile(r"history/(\d{9,})\.json")
+
+
+def version_prefix(number: int) -> str:
+    return f"{VERSIONS}{number:06d}/"
+
+
+def version_key(number: int, name: str) -> str:
+    return f"{version_prefix(number)}{name}"
+
+
+def parse_version_key(key: str) -> tuple[int, str] | None:
+    """(number, file name) of a key below a version, or None for a stray."""
+    m = _VERSION.fullmatch(key)
+    if m and version_key(int(m[1]), m[2]) == key:
+        return int(m[1]), m[2]
+    return None
+
+
+def history_key(sequence: int) -> str:
+    return f"{HISTORY}{sequence:09d}.json"
+
+
+def parse_history_key(key: str) -> int | None:
+    """The sequence number of a history entry's key, or None for a stray."""
+    m = _HISTORY.fullmatch(key)
+    return int(m[1]) if m and history_key(int(m[1])) == key else None
+
+
+def quarantine_prefix(epoch: int, step: int) -> str:
+    return f"{QUARANTINE}{epoch:06d}-{step:012d}-"
+
+
+def quarantine_key(epoch: int, step: int, attempt: int) -> str:
+    """One refusal of one commit; every attempt has its own object, so none is overwritten."""
+    return f"{quarantine_prefix(epoch, step)}{attempt:04d}.json"

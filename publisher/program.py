@@ -1,0 +1,114 @@
+"""The dense part: a `torch.export` program whose parameters are given at each call.
+
+Loading an archive can run code, so its sha256 must be in this host's trust list first. The
+program's graph takes its parameters and buffers as arguments, so that one loaded program
+serves any number of versions and threads, each with its own constants.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ckpt.errors import BadInputError, CorruptError
+from ckpt.schema import ServingDescription
+from ckpt.trust import TrustList
+from ckpt.types import Buffer
+from publisher.request import dtype_name
+
+_LIFTED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+class DenseProgram:
+    """A loaded program, without weights of its own except those that the export fixed."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        signature = program.graph_signature
+        self._graph = program.graph_module
+        self._slots: list[str | None] = []
+        exported = {**program.constants, **program.state_dict}
+        self.exported: dict[str, torch.Tensor] = {}
+        self.weights: list[str] = []
+        for spec in signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT:
+                self._slots.append(None)
+            elif spec.kind in _LIFTED and isinstance(exported.get(str(spec.target)), torch.Tensor):
+                name = str(spec.target)
+                self._slots.append(name)
+                self.exported[name] = exported[name].detach()
+                if spec.kind is not InputKind.CONSTANT_TENSOR:
+                    self.weights.append(name)
+            else:
+                raise BadInputError(
+                    f"the program has an input of kind {spec.kind.name} ({spec.target}), which "
+                    f"can't be served; export it again without"
+                )
+        changed = [s for s in signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
+        if changed:
+            raise BadInputError(
+                f"the program changes {changed[0].target} when it runs; export the model in "
+                f"eval mode"
+            )
+        # Names that the archive knows, tied parameters' other names among them.
+        self.known = frozenset(exported)
+        self.n_inputs = self._slots.count(None)
+        self.n_outputs = len(signature.output_specs)
+
+    @staticmethod
+    def load(data: Buffer, trust: TrustList, what: str) -> DenseProgram:
+        """Load an archive; BadInputError if it isn't trusted, CorruptError if it isn't whole."""
+        trust.check(data, what)
+        try:
+            program = torch.export.load(io.BytesIO(data))
+        except Exception as e:  # a broken archive fails in many ways
+            raise CorruptError(f"{what}: can't be loaded: {type(e).__name__}: {e}") from e
+        return DenseProgram(program)
+
+    def problems(self, description: ServingDescription) -> list[str]:
+        """Where a description and the program disagree, one line each."""
+        found = []
+        described = {c.name: c for c in description.constants}
+        found += [f"{n}: described, but not in the program" for n in described.keys() - self.known]
+        found += [
+            f"{n}: in the program, but not described" for n in self.weights if n not in described
+        ]
+        for name, tensor in self.exported.items():
+            c = described.get(name)
+            if c and (c.dtype, c.shape) != (dtype_name(tensor), tuple(tensor.shape)):
+                found.append(
+                    f"{name}: described as {c.dtype} {c.shape}, the program has "
+                    f"{dtype_name(tensor)} {tuple(tensor.shape)}"
+                )
+        if self.n_inputs != len(description.inputs):
+            found.append(
+                f"the program takes {self.n_inputs} inputs, {len(description.inputs)} are described"
+            )
+        if self.n_outputs != len(description.outputs):
+            found.append(
+                f"the program gives {self.n_outputs} outputs, {len(description.outputs)} are "
+                f"described"
+            )
+        return found
+
+    def bind(self, constants: Mapping[str, torch.Tensor]) -> BoundProgram:
+        """The program with a version's constants; those that aren't given stay as exported."""
+        bound = {n: constants.get(n, t) for n, t in self.exported.items()}
+        return BoundProgram(self._graph, [None if n is None else bound[n] for n in self._slots])
+
+
+class BoundProgram:
+    """A program with its constants. Any number of threads may call it."""
+
+    def __init__(self, graph: torch.fx.GraphModule, slots: Sequence[torch.Tensor | None]) -> None:
+        self._graph = graph
+        self._slots = slots
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, in the program's order."""
+        rest = iter(inputs)
+        arguments: list[Any] = [next(rest) if t is None else t for t in self._slots]
+        return list(self._graph(*arguments))
