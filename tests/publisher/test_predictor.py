@@ -99,6 +99,15 @@ def test_a_named_version_stays(bench: Bench) -> None:
         open_predictor(bench, 7)
 
 
+def test_d59_a_restarted_host_asks_the_pointer(bench: Bench) -> None:
+    publish_stamped(bench, 1)
+    assert open_predictor(bench).version == 1
+    publish_stamped(bench, 2)
+    assert open_predictor(bench).version == 2
+    bench.registry.rollback(None, WHY)
+    assert open_predictor(bench).version == 1
+
+
 def test_nothing_to_load(bench: Bench, tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(NotFoundError, match="no version is live yet"):
         open_predictor(bench)
