@@ -45,8 +45,10 @@ def claim_epoch(
 ) -> AttemptRecord:
     """Claim the next epoch for this attempt. Of several racers each gets its own number."""
     token = secrets.token_hex(16)
-    epochs = [layout.parse_attempt_key(o.key) for o in storage.list(layout.ATTEMPTS)]
-    epoch = 1 + max((e for e in epochs if e is not None), default=0)
+    epochs = {layout.parse_attempt_key(o.key) or 0 for o in storage.list(layout.ATTEMPTS)}
+    # Commits count too: an epoch whose attempt record was lost must not be used again.
+    places = (layout.parse_commit_key(o.key) for o in storage.list(layout.COMMITS))
+    epoch = 1 + max(epochs | {place[0] for place in places if place}, default=0)
     while True:
         record = AttemptRecord(epoch, run.run_id, token, world_size, clock.time(), parent)
         if _create_mine(storage, layout.attempt_key(epoch), encode(record)):

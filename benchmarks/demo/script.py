@@ -214,31 +214,14 @@ class Demo:
         """Roll back, and forward again; ms from the pointer's move to the first older answer."""
         assert self._load is not None
         load = self._load
-        move = run(["-m", "publisher.cli", "rollback", self._root, "--why", "demo"], self._env)
-        to = int(move["to_version"])
-
-        def older_answer() -> float | None:
-            answer = load.first_from(to, float(move["at_s"]))
-            return None if answer is None else answer.at_s
-
-        took_ms = 1000 * (
-            wait_for(older_answer, 30.0, "an older answer", self._jobs) - move["at_s"]
-        )
-        self._say(
-            f"rolled back to version {to}: the first answer came {took_ms:.0f} ms after the move"
-        )
-        forward = [
-            "-m",
-            "publisher.cli",
-            "rollback",
-            self._root,
-            "--to",
-            str(final),
-            "--why",
-            "demo",
-        ]
-        moved_at = run(forward, self._env)["at_s"]
-        self._wait(lambda: load.first_from(final, moved_at), 30.0, f"version {final}")
+        command = ["-m", "publisher.cli", "rollback", self._root, "--why", "demo"]
+        move = run(command, self._env)
+        to, moved_at = int(move["to_version"]), float(move["at_s"])
+        answer = self._wait(lambda: load.first_from(to, moved_at), 30.0, f"version {to}")
+        took_ms = 1000 * (answer.at_s - moved_at)
+        self._say(f"rolled back to version {to}: first answer {took_ms:.0f} ms after the move")
+        forward_at = float(run([*command, "--to", str(final)], self._env)["at_s"])
+        self._wait(lambda: load.first_from(final, forward_at), 30.0, f"version {final}")
         return took_ms
 
     def _end_serving(self, server: Job, publisher: Job) -> tuple[int, int]:

@@ -33,7 +33,11 @@ def test_replicated_state_is_written_once_and_per_rank_state_by_each() -> None:
     refs = values(
         save_one(
             storage,
-            lambda r: {"w": torch.ones(5), "n": {"lr": 0.1}, "mine": PerRank({"r": r, "t": torch.tensor(r)})},
+            lambda r: {
+                "w": torch.ones(5),
+                "n": {"lr": 0.1},
+                "mine": PerRank({"r": r, "t": torch.tensor(r)}),
+            },
             world=3,
         )
     )

@@ -22,7 +22,9 @@ from ckpt.types import ITEMSIZE
 from tests.faults import FaultyStorage
 
 
-def saved(storage: Storage, *states: dict[str, Any], config: CheckpointConfig | None = None) -> None:
+def saved(
+    storage: Storage, *states: dict[str, Any], config: CheckpointConfig | None = None
+) -> None:
     """Save each state at steps 1, 2, ... and wait for the commits."""
     with Checkpointer(storage, config) as c:
         for step, state in enumerate(states, 1):
@@ -223,7 +225,12 @@ def test_d10_every_dtype_comes_back_bit_for_bit(compression: Any) -> None:
 def test_views_and_shared_memory_are_stored_by_value() -> None:
     storage = MemoryStorage()
     base = torch.arange(24.0).view(4, 6)
-    state = {"t": base.t(), "col": base[:, 2], "same": base, "expanded": torch.ones(1, 3).expand(5, 3)}
+    state = {
+        "t": base.t(),
+        "col": base[:, 2],
+        "same": base,
+        "expanded": torch.ones(1, 3).expand(5, 3),
+    }
     saved(storage, state)
     r = reader(storage, 1)
     for key, tensor in state.items():
@@ -386,6 +393,16 @@ def test_an_older_attempt_can_no_longer_commit_once_a_newer_one_began() -> None:
     latest = Catalog(storage).latest()
     assert latest is not None
     assert latest.ref.step == 1
+
+
+def test_an_epoch_whose_attempt_record_was_lost_is_not_used_again() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(1)})
+    storage.delete("attempts/000001.json")
+    with Checkpointer(storage) as c:
+        c.restore({"a": torch.zeros(1)}, fresh=True)
+        assert c.attempt is not None
+        assert c.attempt.epoch == 2
 
 
 @pytest.mark.parametrize("op", ["writer", "write", "finish"])

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 180
 
 
-def start_ranks(module: str, world_size: int, folder: Path, *args: str) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    module: str, world_size: int, folder: Path, *args: str
+) -> list[subprocess.Popen[str]]:
     """Start `python -m module ARGS...` as each rank; `folder` is where they meet, new each time."""
     folder.mkdir(parents=True)
     env = {

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(("saver", "loaders"), [(2, (1, 3)), (1, (2,)), (3, (2,))])
-def test_any_layout_restores_any_other(saver: int, loaders: tuple[int, ...], tmp_path: Path) -> None:
+def test_any_layout_restores_any_other(
+    saver: int, loaders: tuple[int, ...], tmp_path: Path
+) -> None:
     root = str(tmp_path / "run")
     run_ranks(LAYOUTS, saver, tmp_path / "save", "save", root, "0")
     for n, world in enumerate((saver, *loaders)):
