@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class ParityCheck(Protocol):
     """Gives the largest absolute error of a version on its golden request."""
 
-    def __call__(self, registry: Registry, manifest: VersionManifest) -> float: ...
+    def __call__(self, registry: Registry, manifest: VersionManifest, /) -> float: ...
 
 
 def parity_in_process(
