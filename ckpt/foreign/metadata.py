@@ -145,13 +145,13 @@ class _Reader:
 
     def metadata(self, root: Any) -> DcpMetadata:
         _expect(root, "Metadata")
-        for index, info in dict(root["storage_data"]).items():
+        for index, info in _mapping(root["storage_data"]).items():
             _expect(index, "MetadataIndex")
             offset = index.state.get("offset")
             key = (_text(index["fqn"]), None if offset is None else _numbers(offset))
             self._items[key] = self._item(key[0], info)
         tensors, objects = {}, {}
-        for key, entry in dict(root["state_dict_metadata"]).items():
+        for key, entry in _mapping(root["state_dict_metadata"]).items():
             if _named(entry) == "BytesStorageMetadata":
                 objects[_text(key)] = self._found(key, None)
             else:
@@ -208,6 +208,12 @@ def _named(record: Any) -> str:
 def _expect(record: Any, name: str) -> None:
     if _named(record) != name:
         raise TypeError(f"expected a {name}, found a {_named(record)}")
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found a {type(value).__name__}")
+    return value
 
 
 def _text(value: Any) -> str:
