@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What a DCP folder holds, every number checked: tensors, objects, and the paths of both."""
+    """What a DCP folder holds, every number checked: tensors, objects, and the paths of both, in order."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredItem]
@@ -151,7 +151,8 @@ class _Reader:
             key = (_text(index["fqn"]), None if offset is None else _numbers(offset))
             self._items[key] = self._item(key[0], info)
         tensors, objects = {}, {}
-        for key, entry in _mapping(root["state_dict_metadata"]).items():
+        entries = _mapping(root["state_dict_metadata"])
+        for key, entry in entries.items():
             if _named(entry) == "BytesStorageMetadata":
                 objects[_text(key)] = self._found(key, None)
             else:
@@ -160,7 +161,7 @@ class _Reader:
         paths = root.state.get("planner_data")
         # A planner that doesn't flatten leaves no paths: its keys are those of the state itself.
         known = {str(k): tuple(p) for k, p in paths.items()} if isinstance(paths, dict) else {}
-        return DcpMetadata(tensors, objects, {k: known.get(k, (k,)) for k in (*tensors, *objects)})
+        return DcpMetadata(tensors, objects, {key: known.get(key, (key,)) for key in entries})
 
     def _tensor(self, key: str, entry: _Record) -> StoredTensor:
         properties = entry["properties"]

@@ -1,4 +1,4 @@
-"""A rank of a stock DCP job on Sidestage's storage: `ranks.py save|load|fail ROOT`."""
+"""A rank of a stock DCP job on Sidestage's storage: `ranks.py ACTION ROOT [ACTION ROOT ...]`."""
 
 from __future__ import annotations
 
@@ -143,6 +143,12 @@ def save(root: str, rank: int, mesh: DeviceMesh) -> None:
         dcp.save(later, storage_writer=writer, checkpoint_id="2")
 
 
+def stock(folder: str, rank: int, mesh: DeviceMesh) -> None:
+    """What `save` saves as step 1, in DCP's own format."""
+    state = {**state_of(rank, mesh, fill=True), "fsdp": Fsdp(mesh, 1).state()}
+    dcp.save(state, checkpoint_id=folder)
+
+
 def load(root: str, rank: int, mesh: DeviceMesh) -> None:
     state = state_of(rank, mesh, fill=False)
     reader = DcpReader(root, 1)
@@ -238,11 +244,11 @@ def main() -> None:
     warnings.simplefilter("error")
     # Of torch's own: DCP's planners and FSDP's state dicts use types that torch deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    action, root = sys.argv[1:]
     rank, world = join()
     mesh = init_device_mesh("cpu", (world,))
-    {"save": save, "load": load, "fail": fail}[action](root, rank, mesh)
-    dist.barrier()
+    for action, root in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        {"save": save, "stock": stock, "load": load, "fail": fail}[action](root, rank, mesh)
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -77,8 +77,10 @@ def contents(root: Path | Storage, step: int | None = None) -> str:
     return repr(map_leaves(selected_tree(r, select(r, [])), told))
 
 
-def exported(root: Path | Storage, form: str, target: Path, *patterns: str) -> Path:
-    r = reader(root)
+def exported(
+    root: Path | Storage, form: str, target: Path, *patterns: str, step: int | None = None
+) -> Path:
+    r = reader(root, step)
     keys = select(r, patterns)
     write = {"safetensors": export_safetensors, "torch": export_torch, "dcp": export_dcp}[form]
     size = write(r, target, keys)
