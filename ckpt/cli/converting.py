@@ -46,7 +46,7 @@ def export(
 ) -> None:
     """Write a checkpoint of ROOT as TARGET, for other tools.
 
-    safetensors: one file, tensors in rows of chunks, values in its metadata. torch: one file for
+    safetensors: one file, with the values in its metadata. torch: one file for
     torch.load(weights_only=True); needs host memory for all of it. dcp: a folder for
     torch.distributed.checkpoint.
 

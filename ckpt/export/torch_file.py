@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import BadInputError, StorageError
+from ckpt.errors import BadInputError
 from ckpt.export.selection import selected_tree
 from ckpt.export.targets import new_file, sync_file
 from ckpt.restore import CheckpointReader
@@ -49,10 +49,8 @@ def export_torch(
 
     with new_file(target, replace=replace) as partial:
         state = map_leaves(selected_tree(reader, keys), load)
-        try:
-            torch.save(state, partial)
-        except RuntimeError as e:  # torch's own file writer, when the disk is full
-            raise StorageError(f"{target}: can't be written ({str(e).splitlines()[0]})") from e
+        with open(partial, "xb") as fh:  # given a path, torch.save would write its name into the file
+            torch.save(state, fh)
         sync_file(partial)
         try:
             # The promise above, kept by trying it: mapped, so that only the pickle is read.

@@ -50,6 +50,8 @@ def open_foreign(
             yield gather(form, content, under)
     except OSError as e:
         raise StorageError(f"{source}: can't be read: {e}") from e
+    except RecursionError:
+        raise BadInputError(f"{source}: nested too deep to be stored") from None
 
 
 def detect(source: Path) -> Format:

@@ -130,6 +130,21 @@ def zip_of(path: Path) -> Path:
     return path
 
 
+def deep(path: Path) -> Path:
+    """A torch file of dicts in dicts, deeper than Python's stack."""
+    depth = 5000
+    with (
+        zipfile.ZipFile(torch_of(path.with_name("flat"), {})) as flat,
+        zipfile.ZipFile(path, "w") as z,
+    ):
+        for name in flat.namelist():
+            data = flat.read(name)
+            if name.endswith("data.pkl"):
+                data = b"\x80\x02" + b"}X\x01\0\0\0d" * depth + b"N" + b"s" * depth + b"."
+            z.writestr(name, data)
+    return path
+
+
 def swap_path(m: Metadata, path: str) -> None:
     next(iter(m.storage_data.values())).relative_path = path
 
@@ -214,6 +229,7 @@ BAD: dict[str, tuple[Make, int, str]] = {
         ": c: holds a .*Config",
     ),
     "a set": (lambda p: torch_of(p, {"a": {"s": {1}}}), 2, r"a\.s: a builtins.set can't be stored"),
+    "values without end": (deep, 2, "nested too deep"),
     "a bare tensor": (lambda p: torch_of(p, torch.ones(1)), 2, "holds a Tensor; only a dict"),
     "a sparse tensor": (
         lambda p: torch_of(p, {"a": {"s": torch.eye(2).to_sparse()}}),
