@@ -49,7 +49,9 @@ def export_torch(
 
     with new_file(target, replace=replace) as partial:
         state = map_leaves(selected_tree(reader, keys), load)
-        with open(partial, "xb") as fh:  # given a path, torch.save would write its name into the file
+        with open(
+            partial, "xb"
+        ) as fh:  # given a path, torch.save would write its name into the file
             torch.save(state, fh)
         sync_file(partial)
         try:

@@ -122,10 +122,12 @@ def test_checkpointer_restores_what_dcp_saved_with_the_optimizers_own_state_dict
     for p in fresh["model"].parameters():
         torch.nn.init.zeros_(p)
     fresh["optimizer"] = torch.optim.Adam(fresh["model"].parameters(), lr=1.0)  # no state yet
-    fresh["progress"] = {"step": 0, "tags": ()}
+    fresh |= {"progress": {"step": 0, "tags": ()}, "rng": RngState()}
     dcp.save(dict(trained), storage_writer=DcpWriter(storage, 1))
     with Checkpointer(storage) as c:
-        c.restore(fresh)
+        result = c.restore(fresh, partial=True)
+        assert result is not None
+        assert all(k.startswith("rng.generators") for k in result.not_restored)
     assert fresh["progress"] == trained["progress"]
     want, got = trained["optimizer"].state_dict(), fresh["optimizer"].state_dict()
     assert got["param_groups"] == want["param_groups"]

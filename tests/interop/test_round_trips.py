@@ -185,7 +185,9 @@ def test_names_that_tell_no_tree_fill_the_tensors_of_any(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_a_training_job_of_another_tool_goes_on_here(form: str, tmp_path: Path) -> None:
+def test_a_training_job_of_another_tool_goes_on_here_and_back_there(
+    form: str, tmp_path: Path
+) -> None:
     model, optimizer = trained()
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
     if form == "torch":
@@ -216,6 +218,20 @@ def test_a_training_job_of_another_tool_goes_on_here(form: str, tmp_path: Path) 
         )
         c.save(2, state).committed.result()
     assert [c.ref.step for c in Catalog(LocalStorage(tmp_path / "run")).lineage()] == [2, 1]
+
+    back = exported(tmp_path / "run", form, tmp_path / "back")
+    third, third_optimizer = trained()
+    if form == "torch":
+        loaded = torch.load(back, weights_only=True)
+    else:
+        loaded = {"model": third.state_dict(), "optimizer": third_optimizer.state_dict(), "step": 0}
+        dcp.load(loaded, checkpoint_id=back)
+    third.load_state_dict(loaded["model"])
+    third_optimizer.load_state_dict(loaded["optimizer"])
+    for key, value in model.state_dict().items():
+        assert bits(third.state_dict()[key]) == bits(value), key
+    for n, moments in optimizer.state_dict()["state"].items():
+        assert bits(third_optimizer.state_dict()["state"][n]["sum"]) == bits(moments["sum"])
 
 
 def test_a_folder_whose_sidecar_is_gone_imports_by_dcps_own_paths(tmp_path: Path) -> None:
