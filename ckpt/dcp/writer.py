@@ -30,6 +30,9 @@ from ckpt.values import TensorRef, decode_value, encode_value, map_leaves
 from ckpt.writer import ChunkWriter, Placement
 
 _EMPTY = encode_value({})
+_DROPPED = (
+    "this planner drops the storage_data of plans, which must be kept; use DefaultSavePlanner"
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ class DcpWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: claim this job's epoch at its first save, and say where to write."""
         steps = sorted({p.storage_data for p in plans if isinstance(p.storage_data, int)})
-        if len(steps) != 1:
+        if not steps:
+            raise BadInputError(_DROPPED)
+        if len(steps) > 1:
             raise BadInputError(f"the ranks save different steps: {', '.join(map(str, steps))}")
         attempt = self._begin(steps[0], len(plans))
         self._saves += 1
@@ -134,7 +139,7 @@ class DcpWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         terms = plan.storage_data
         if not isinstance(terms, SaveTerms):
-            raise BadInputError("this planner drops the plan's storage_data, which must be kept")
+            raise BadInputError(_DROPPED)
         objects = [i for i in plan.items if i.type == WriteItemType.BYTE_IO]
         tensors = [i for i in plan.items if i.type != WriteItemType.BYTE_IO]
         values = {i.index.fqn: _encoded(planner, i) for i in objects}

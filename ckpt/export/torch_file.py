@@ -49,9 +49,8 @@ def export_torch(
 
     with new_file(target, replace=replace) as partial:
         state = map_leaves(selected_tree(reader, keys), load)
-        with open(
-            partial, "xb"
-        ) as fh:  # given a path, torch.save would write its name into the file
+        # Not by its path: torch.save would write the name of the partial file into it.
+        with open(partial, "xb") as fh:
             torch.save(state, fh)
         sync_file(partial)
         try:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -239,6 +240,20 @@ def test_a_planner_without_objects_of_its_own_is_refused() -> None:
 
     with refused(BadInputError, "n: Pickling gives objects only as pickles"):
         dcp.save({"n": 1}, storage_writer=DcpWriter(MemoryStorage(), 1), planner=Pickling())
+
+
+def test_a_planner_that_drops_what_the_writer_put_into_plans_is_refused() -> None:
+    class Dropping(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            return super().create_global_plan([replace(p, storage_data=None) for p in all_plans])
+
+    class DroppingLate(DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            return super().finish_plan(replace(new_plan, storage_data=None))
+
+    for planner in (Dropping(), DroppingLate()):
+        with refused(BadInputError, "this planner drops the storage_data of plans"):
+            dcp.save({"n": 1}, storage_writer=DcpWriter(MemoryStorage(), 1), planner=planner)
 
 
 @pytest.mark.parametrize(
