@@ -134,11 +134,13 @@ class S3Storage:
         check_prefix(prefix)
         marker: dict[str, str] = {}
         while True:
-            page = self._client.run(
-                self._client.call(
-                    "list_multipart_uploads", {"Prefix": self._prefix + prefix, **marker}
-                )
-            )
+            params = {"Prefix": self._prefix + prefix, **marker}
+            try:
+                page = self._client.run(self._client.call("list_multipart_uploads", params))
+            except NotFoundError:
+                # SeaweedFS denies that there is a bucket until it has seen an upload.
+                self._client.run(self._client.call("list_objects_v2", {"MaxKeys": 1}))
+                return
             for found in page.get("Uploads", ()):
                 key, began = found["Key"].removeprefix(self._prefix), found["Initiated"]
                 yield UnfinishedUpload(key, found["UploadId"], began.timestamp())

@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import botocore.session
 
 from ckpt.config import S3Settings
 
@@ -49,7 +51,7 @@ class SeaweedFS:
         return S3Settings(endpoint=self.endpoint, region="us-east-1")
 
     def start(self) -> None:
-        """Start, on the same ports as before if it ran already, and wait until it answers."""
+        """Start, on the same ports as before if it ran already, with its bucket."""
         p = self.port = self.port or _free_ports()
         options = {
             "dir": self._folder,
@@ -67,7 +69,7 @@ class SeaweedFS:
             "webdav": "false",
             "admin.ui": "false",
             "master.telemetry": "false",  # it's on by default
-            "bucket": BUCKET,
+            "s3.autoCreateBucket": "false",
         }
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -86,6 +88,21 @@ class SeaweedFS:
                 log_text = (self._folder / "log").read_text(errors="replace")
                 raise AssertionError(f"SeaweedFS didn't start; its log ends: {log_text[-2000:]}")
             time.sleep(0.05)
+        self.make_bucket(BUCKET)
+
+    def make_bucket(self, name: str) -> None:
+        client = botocore.session.Session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+        )
+        try:
+            with suppress(client.exceptions.BucketAlreadyExists):  # after a restart
+                client.create_bucket(Bucket=name)
+        finally:
+            client.close()
 
     def kill(self) -> None:
         """End it as a crash would."""
@@ -95,11 +112,11 @@ class SeaweedFS:
             self._process = None
 
     def _answers(self) -> bool:
-        """Is the bucket there? Unsigned, so 403 means yes."""
+        """Does the S3 part check signatures yet?"""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2.0)
         try:
             connection.request("GET", f"/{BUCKET}")
-            return connection.getresponse().status in (200, 403)
+            return connection.getresponse().status == 403
         except OSError:
             return False
         finally:
