@@ -50,7 +50,7 @@ class Patience:
 
     attempt_s: float = 10.0
     connect_s: float = 4.0
-    first_s: float = 10.0
+    first_s: float = 8.0
     outage_s: float = 30.0
     throttled_s: float = 120.0
 
@@ -147,7 +147,7 @@ class S3Client:
             kind = kind_of(error)
             pause_s = tries.pause_s(kind, answered=here.answered)
             if pause_s is None:
-                where = self.where(params.get("Key", params.get("Prefix", "")))
+                where = self.where(params.get("Key", params.get("Prefix", "").rstrip("/")))
                 raise explain(error, op, where, connection.endpoint) from error
             if kind == "credentials":
                 here.renew(connection)
@@ -263,11 +263,12 @@ class _Tries:
         if answered:
             throttled = kind == "throttled"
             limit_s = self._patience.throttled_s if throttled else self._patience.outage_s
-        if asyncio.get_running_loop().time() - self._began_s >= limit_s:
+        left_s = self._began_s + limit_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
             return None
         self._count += 1
         # Spread out, so that thousands of ranks don't come back all at once.
-        return min(5.0, 0.1 * 2.0**self._count) * random.uniform(0.5, 1.0)
+        return min(5.0, left_s, 0.1 * 2.0**self._count) * random.uniform(0.5, 1.0)
 
 
 async def _whole(response: Response) -> Response:

@@ -172,6 +172,8 @@ def _refused(e: ClientError, can_not: str, action: str, endpoint: str) -> Sidest
         )
     if code in ("RequestTimeTooSkewed", "RequestExpired"):
         return StorageError(f"{can_not}: {said}; set this machine's clock")
+    if code in _FULL or status == 507:
+        return StorageError(f"{can_not}: no room ({said}); make room or raise the quota")
     if code in ("AccessDenied", "AllAccessDisabled", "AccountProblem") or status in (401, 403):
         return StorageError(
             f"{can_not}: access denied ({said or status}); allow {action} there, see "
@@ -190,8 +192,6 @@ def _refused(e: ClientError, can_not: str, action: str, endpoint: str) -> Sidest
         return BadInputError(f"{can_not}: wrong region ({said}); set AWS_DEFAULT_REGION: {hint}")
     if code in ("KeyTooLongError", "InvalidBucketName", "InvalidURI", "EntityTooLarge"):
         return BadInputError(f"{can_not}: {said}; choose another root")
-    if code in _FULL or status == 507:
-        return StorageError(f"{can_not}: no room ({said}); make room or raise the quota")
     if code == "InvalidObjectState":
         return StorageError(f"{can_not}: the object is archived; restore it in the store first")
     if code == "NotImplemented" or status == 501:

@@ -12,8 +12,10 @@ It knows one bucket, checks no signatures, and keeps everything in memory.
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import urllib.parse
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -95,6 +97,7 @@ class FakeS3:
     uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
+    connections: list[socket.socket] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def on(self, method: str, text: str = "") -> Rule:
@@ -115,6 +118,9 @@ class FakeS3:
                 rule.gate.open()
         self._http.shutdown()
         self._http.server_close()
+        for connection in self.connections:  # those that are kept alive would go on
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def settings(self) -> S3Settings:
@@ -138,6 +144,10 @@ class _RefusedError(Exception):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fake: FakeS3
+
+    def setup(self) -> None:
+        super().setup()
+        self.fake.connections.append(self.connection)
 
     def log_message(self, *args: object) -> None:
         pass

@@ -99,7 +99,7 @@ class SeaweedFS:
             aws_secret_access_key=SECRET_KEY,
         )
         try:
-            with suppress(client.exceptions.BucketAlreadyExists):  # after a restart
+            with suppress(client.exceptions.BucketAlreadyOwnedByYou):  # after a restart
                 client.create_bucket(Bucket=name)
         finally:
             client.close()
