@@ -7,7 +7,7 @@ posts its name; rank 0 commits when all are in and tells the others how it ended
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, FileEntry
 from ckpt.values import decode_value
 from ckpt.writer import ChunkWriter, Placement
+
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,6 @@ class StagedSave:
     annotations: Mapping[str, str]
     saved_at_s: float
     deadline_s: float
-
-
-class SaveSkipped(SaveError):  # noqa: N818 - an outcome, reported as an error by the handle
-    """A rank gave this save up because its queue was full."""
 
 
 class Persister:
@@ -85,7 +83,8 @@ class Persister:
             report = describe(SaveError(f"{type(e).__name__}: {e}"))
         if self._coordinator.rank != 0:
             self._coordinator.post(tag, report)
-            outcome = self._coordinator.hear(tag, self._left_s(save))
+            # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
+            outcome = self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
         else:
             outcome = self._commit(save, tag, report)
             self._coordinator.announce(tag, outcome)
@@ -94,8 +93,6 @@ class Persister:
             while len(self._heard) > 2:
                 self._coordinator.forget(self._heard.pop(0))
         if "error" in outcome:
-            if outcome["error"] == "SaveSkipped":
-                raise SaveSkipped(str(outcome["message"]))
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
         return self._parent
@@ -206,8 +203,3 @@ class Persister:
 def save_tag(sequence: int) -> str:
     """Key of one save in the job's store. Every rank counts its save() calls alike."""
     return f"save/{sequence}"
-
-
-def without_arena(save: StagedSave) -> StagedSave:
-    """The record of a save without its memory, to keep after the arena went back."""
-    return replace(save, tensors=[])

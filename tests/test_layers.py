@@ -20,7 +20,7 @@ CKPT = [
     {"lineage", "verify"},
     {"catalog"},
     {"tree"},
-    {"commit", "coordinator", "plan", "restore", "rng", "staging", "target", "writer"},
+    {"commit", "coordinator", "outcomes", "plan", "restore", "rng", "staging", "target", "writer"},
     {"engine", "export", "persist", "restorer"},
     {"checkpointer"},
     {"cli"},
