@@ -69,7 +69,8 @@ def ett(root: Path, *, as_json: bool) -> None:
 
     found = read_report(root)
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=1))
+        totals = {"batches_repeated": found.batches_repeated, "lost_batches": found.lost_batches}
+        click.echo(json.dumps({**totals, **asdict(found)}, indent=1))
     else:
         _print_report(found)
 
