@@ -137,6 +137,14 @@ def trust_file() -> Path:
     return Path(base) / "sidestage" / "trusted-code"
 
 
+def spool_folder() -> Path:
+    """Where this host keeps what is on its way to a store: $SIDESTAGE_SPOOL_DIR, else a cache folder."""
+    if named := os.environ.get("SIDESTAGE_SPOOL_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sidestage" / "spool"
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
