@@ -13,16 +13,19 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "layout", "trust", "values"},
-    {"manifest"},
+    {"command", "digest", "events", "formats", "layout", "trust", "values"},
+    {"manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
     {"lineage", "verify"},
     {"catalog"},
     {"tree"},
-    {"commit", "coordinator", "outcomes", "plan", "restore", "rng", "staging", "target", "writer"},
-    {"engine", "export", "persist", "restorer"},
-    {"checkpointer"},
+    {
+        *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
+        *("target", "writer"),
+    },
+    {"engine", "export", "persist", "receipts", "restorer"},
+    {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
 NO_TORCH = set().union(*CKPT[:8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.converting import export, import_
 from ckpt.cli.inspection import ls, show, verify
 from ckpt.cli.restoring import restore
 from ckpt.command import entry
@@ -19,7 +20,7 @@ def cli() -> None:
     """
 
 
-for _command in (ls, show, verify, restore):
+for _command in (ls, show, verify, restore, export, import_):
     cli.add_command(_command)
 
 main = entry(cli)
