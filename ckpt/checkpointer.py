@@ -31,6 +31,7 @@ from ckpt.events import LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.persist import Persister, SaveSkipped, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.prune import Pruner
 from ckpt.restore import OBJECTS_KIND
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.staging import Arena
@@ -58,11 +59,17 @@ class SaveHandle:
 
 @dataclass
 class SaveStats:
-    """Counts of this checkpointer's saves. Seconds are what save() kept the trainer waiting."""
+    """Counts of this checkpointer's saves. Seconds are what save() kept the trainer waiting.
+
+    On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
+    couldn't do all they should have.
+    """
 
     commits: int = 0
     failed: int = 0
     skipped: int = 0
+    pruned: int = 0
+    prune_failed: int = 0
     blocked_s: list[float] = field(default_factory=list)
     last_commit: CommitRef | None = None
     last_error: str | None = None
@@ -112,6 +119,7 @@ class Checkpointer:
         self.stats = SaveStats()
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
+        self._pruner: Pruner | None = None  # on rank 0
         self._plan: RankPlan | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
@@ -172,11 +180,13 @@ class Checkpointer:
             tag=f"restore/{self._restores}",
         )
         result = None
-        if not fresh:
-            result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
-        elif step is not None:
-            raise BadInputError("restore(): give step or fresh, not both")
-        self._begin_attempt(result.commit if result else None)
+        # An older attempt that is still alive must not prune what this one is about to continue.
+        with restorer.pins:
+            if not fresh:
+                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+            elif step is not None:
+                raise BadInputError("restore(): give step or fresh, not both")
+            self._begin_attempt(result.commit if result else None)
         return result
 
     def save(
@@ -276,8 +286,30 @@ class Checkpointer:
             self._tell_skipped(save.sequence, why)
             self._ended(save.step, committed, SaveSkipped(f"step {save.step}: skipped, {why}"))
 
-        self._engine.submit(Job(run, drop, arena))
+        def after() -> None:
+            self._prune(persister.settled, committed=committed.exception() is None)
+
+        self._engine.submit(Job(run, drop, arena, after))
         return self._handle(save.step, started, committed)
+
+    def _prune(self, settled: int, *, committed: bool) -> None:
+        """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
+        if self._pruner is None:
+            return
+        with self._lock:
+            uncommitted = self.stats.failed + self.stats.skipped
+        try:
+            done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
+            deleted, problems = done.deleted, done.problems
+        except Exception as e:
+            deleted, problems = [], [str(e) if isinstance(e, SidestageError) else repr(e)]
+        with self._lock:
+            self.stats.pruned += len(deleted)
+            self.stats.prune_failed += bool(problems)
+        if deleted:
+            self._sink.emit("pruned", steps=[ref.step for ref in deleted])
+        if problems:
+            self._sink.emit("prune_failed", error=problems[0], problems=len(problems))
 
     def _skip(self, step: int, started: float) -> SaveHandle:
         why = f"{self._engine.pending} earlier saves are pending"
@@ -393,6 +425,10 @@ class Checkpointer:
         self._persister = Persister(
             self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
         )
+        if self._coordinator.rank == 0:
+            self._pruner = Pruner(
+                self._storage, self._config.retention, self._clock, epoch=self._attempt.epoch
+            )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
 
     def _check_open(self) -> None:

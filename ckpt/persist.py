@@ -70,6 +70,9 @@ class Persister:
         self._clock = clock
         self._parent = attempt.parent
         self._heard: list[str] = []
+        # On rank 0: the last save that has ended on every rank. What an earlier or this one left
+        # unlisted is garbage.
+        self.settled = 0
 
     def persist(self, save: StagedSave) -> CommitRef:
         """Write this rank's part and see the save to its commit on all ranks.
@@ -94,7 +97,7 @@ class Persister:
             while len(self._heard) > 2:
                 self._coordinator.forget(self._heard.pop(0))
         if "error" in outcome:
-            if outcome["error"] == "SaveSkipped":
+            if outcome["error"] == SaveSkipped.__name__:
                 raise SaveSkipped(str(outcome["message"]))
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
@@ -128,6 +131,9 @@ class Persister:
         """Rank 0: wait for all receipts, commit, and say how it ended."""
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
+            # A rank that skips tells so at once, while its thread may still write an earlier save.
+            if not any(r.get("error") == SaveSkipped.__name__ for r in reports):
+                self.settled = save.sequence
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}

@@ -17,15 +17,18 @@ CKPT = [
     {"manifest"},
     {"index", "schema"},
     {"storage"},
-    {"lineage", "verify"},
-    {"catalog"},
+    {"lineage", "pins", "verify"},
+    {"catalog", "retention"},
+    {"survey"},
+    {"prune"},
+    {"branch", "doctor"},
     {"tree"},
     {"commit", "coordinator", "plan", "restore", "rng", "staging", "target", "writer"},
     {"engine", "export", "persist", "restorer"},
     {"checkpointer"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:8])
+NO_TORCH = set().union(*CKPT[:11])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),
