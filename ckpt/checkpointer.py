@@ -29,6 +29,7 @@ from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
 from ckpt.persist import Persister, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.prune import Pruner
 from ckpt.restore import OBJECTS_KIND
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.staging import Arena
@@ -76,6 +77,7 @@ class Checkpointer:
         self._outcomes = Outcomes(self._config.raise_after_failures, self._sink)
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
+        self._pruner: Pruner | None = None  # on rank 0
         self._plan: RankPlan | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
@@ -139,11 +141,13 @@ class Checkpointer:
             tag=f"restore/{self._restores}",
         )
         result = None
-        if not fresh:
-            result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
-        elif step is not None:
-            raise BadInputError("restore(): give step or fresh, not both")
-        self._begin_attempt(result.commit if result else None)
+        # An older attempt that is still alive must not prune what this one is about to continue.
+        with restorer.pins:
+            if not fresh:
+                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+            elif step is not None:
+                raise BadInputError("restore(): give step or fresh, not both")
+            self._begin_attempt(result.commit if result else None)
         return result
 
     def save(
@@ -244,8 +248,22 @@ class Checkpointer:
         def drop(why: str) -> None:
             self._give_up(save.step, save.sequence, committed, why)
 
-        self._engine.submit(Job(run, drop, arena))
+        def after() -> None:
+            self._prune(persister.settled, committed=committed.exception() is None)
+
+        self._engine.submit(Job(run, drop, arena, after))
         return self._outcomes.staged(save.step, self._clock.monotonic() - started, committed)
+
+    def _prune(self, settled: int, *, committed: bool) -> None:
+        """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
+        if self._pruner is None:
+            return
+        uncommitted = self.stats.failed + self.stats.skipped
+        try:
+            done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
+            self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+        except Exception as e:
+            self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
     def _skip(self, step: int, started: float) -> SaveHandle:
         committed: Future[CommitRef] = Future()
@@ -303,6 +321,8 @@ class Checkpointer:
         """Claim an epoch for all ranks, and start to be able to commit."""
 
         def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            if not self._storage.probe():
+                self._sink.emit("single_writer_only", root=self._storage.url)
             run = commit.open_run(self._storage, self._clock)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
@@ -320,6 +340,10 @@ class Checkpointer:
         self._persister = Persister(
             self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
         )
+        if self._coordinator.rank == 0:
+            self._pruner = Pruner(
+                self._storage, self._config.retention, self._clock, epoch=self._attempt.epoch
+            )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
 
     def _check_open(self) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 
 RUN = "RUN.json"
+ORIGIN = "ORIGIN.json"
 ATTEMPTS = "attempts/"
 COMMITS = "commits/"
 DATA = "data/"
+PINS = "pins/"
 EVENTS = "events/"
 SERVING = "serving/"
 CODE = "code/"
 
 _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _COMMIT = re.compile(r"commits/(\d{6,})/(\d{12,})\.json")
+_DATA = re.compile(r"data/(\d{6,})-(\d{12,})-(\d{6,})/.+", re.DOTALL)
+_PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 
 
 def attempt_key(epoch: int) -> str:
@@ -41,6 +45,40 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
 def data_prefix(epoch: int, step: int, save_id: str) -> str:
     """Folder of one save. `save_id` is unique within the epoch, so no key is ever reused."""
     return f"{DATA}{epoch:06d}-{step:012d}-{save_id}/"
+
+
+def parse_data_key(key: str) -> tuple[int, int, int] | None:
+    """(epoch, step, save id) of any file of a save, or None for a stray."""
+    m = _DATA.fullmatch(key)
+    if m is None:
+        return None
+    epoch, step, save_id = int(m[1]), int(m[2]), int(m[3])
+    return (epoch, step, save_id) if key.startswith(save_prefix(epoch, step, save_id)) else None
+
+
+def save_prefix(epoch: int, step: int, save_id: int) -> str:
+    """The data prefix of an attempt's save of that number."""
+    return data_prefix(epoch, step, f"{save_id:06d}")
+
+
+def epoch_data_prefix(epoch: int) -> str:
+    """What all data keys of an attempt begin with."""
+    return f"{DATA}{epoch:06d}-"
+
+
+def pin_key(pin_id: str) -> str:
+    return f"{PINS}{pin_id}.json"
+
+
+def parse_pin_key(key: str) -> str | None:
+    """The id of a pin's key, or None for a stray. Ids are letters, digits and . _ - only."""
+    m = _PIN.fullmatch(key)
+    return m[1] if m else None
+
+
+def scratch_prefix(token: str) -> str:
+    """Where `ckpt doctor` tries a store out; it removes what it writes."""
+    return f"doctor/{token}/"
 
 
 def rank_data_key(prefix: str, rank: int) -> str:

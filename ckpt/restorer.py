@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, revive
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    NotFoundError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.manifest import CommitRecord
+from ckpt.pins import Pin
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
 from ckpt.target import (
@@ -53,6 +61,8 @@ class Restorer:
         self._sink = sink
         self._timeout_s = timeout_s
         self._tag = tag
+        self.pins = ExitStack()
+        """Holds what was restored, until the caller's attempt names it as its parent."""
 
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint of the current lineage, damaged ones included."""
@@ -84,7 +94,7 @@ class Restorer:
             try:
                 terms = _Terms(f"{self._tag}/{n}", elastic, partial)
                 return self._restore_one(ref, state, flat, terms)
-            except CorruptError as e:
+            except (CorruptError, NotFoundError) as e:  # damaged, or pruned a moment ago
                 if step is not None:
                     raise
                 self._sink.emit(
@@ -103,6 +113,7 @@ class Restorer:
         """Restore one checkpoint on all ranks; CorruptError on every rank if it is damaged for any."""
         opened: _Opened | None = None
         try:
+            self._pin(ref)
             opened = self._open(ref, elastic=terms.elastic)
             mine: dict[str, Any] = {
                 **asdict(check(flat, opened.source)),
@@ -131,6 +142,13 @@ class Restorer:
             self._sink.emit("not_restored", step=ref.step, keys=verdict["skip"])
         self._sink.emit("restored", step=ref.step, epoch=ref.epoch)
         return RestoreResult(ref.step, ref, opened.reader.record.world_size, tuple(verdict["skip"]))
+
+    def _pin(self, ref: CommitRef) -> None:
+        """On rank 0: keep other attempts from pruning this commit. Without a writable store, go on."""
+        self.pins.close()
+        if self._coordinator.rank == 0:
+            with suppress(StorageError):
+                self.pins.enter_context(Pin(self._storage, ref, "restore"))
 
     def _open(self, ref: CommitRef, *, elastic: bool) -> _Opened:
         record: CommitRecord = Catalog(self._storage).read(ref)

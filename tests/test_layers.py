@@ -17,8 +17,10 @@ CKPT = [
     {"manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
-    {"lineage", "verify"},
-    {"catalog"},
+    {"lineage", "pins", "verify"},
+    {"catalog", "retention"},
+    {"survey"},
+    {"prune"},
     {"tree"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
@@ -28,7 +30,7 @@ CKPT = [
     {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:8])
+NO_TORCH = set().union(*CKPT[: next(n for n, layer in enumerate(CKPT) if "tree" in layer)])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),

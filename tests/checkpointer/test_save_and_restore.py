@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, SaveError
 from ckpt.events import ListSink
 from ckpt.layout import COMMITS, DATA
+from ckpt.manifest import AttemptRecord, decode, encode
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
 from ckpt.storage.local import LocalStorage
@@ -403,6 +405,28 @@ def test_an_epoch_whose_attempt_record_was_lost_is_not_used_again() -> None:
         c.restore({"a": torch.zeros(1)}, fresh=True)
         assert c.attempt is not None
         assert c.attempt.epoch == 2
+
+
+class Unconditional(MemoryStorage):
+    """A store that overwrites where it should refuse, as some S3 look-alikes do."""
+
+    def probe(self) -> bool:
+        return False
+
+    def create(self, key: str, data: Any) -> Any:
+        return self.put(key, data)
+
+
+def test_of_two_writers_on_a_store_that_cannot_exclude_them_one_is_refused() -> None:
+    storage, sink = Unconditional(), ListSink()
+    with Checkpointer(storage, sink=sink) as alone:
+        assert alone.save(1, {"a": 1}).committed.result().step == 1
+        assert sink.named("single_writer_only")
+        # Another job looked at the same moment and took the same epoch.
+        record = decode(AttemptRecord, storage.read("attempts/000001.json"), "")
+        storage.put("attempts/000001.json", encode(replace(record, token="another")))
+        with pytest.raises(ConflictError, match="can't keep writers apart"):
+            alone.save(2, {"a": 1}).committed.result()
 
 
 @pytest.mark.parametrize("op", ["writer", "write", "finish"])
