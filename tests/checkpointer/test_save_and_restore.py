@@ -578,3 +578,18 @@ def test_an_optimizer_gets_its_state_back_before_its_first_step() -> None:
     moments = second.optimizer.state_dict()["state"]
     assert moments.keys() == first.optimizer.state_dict()["state"].keys()
     assert torch.equal(moments[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("bad", [{"n": 3}, {1: "a"}, {"n": None}, {"n": "\ud800"}])
+def test_annotations_that_a_commit_cannot_hold_are_refused(bad: Any) -> None:
+    storage = MemoryStorage()
+    with pytest.raises(BadInputError, match="annotations"):
+        Checkpointer(storage, annotations=bad)
+    with Checkpointer(storage) as c:
+        with pytest.raises(BadInputError, match="annotations"):
+            c.save(1, {"a": 1}, annotations=bad)
+        c.save(1, {"a": 1}, annotations={"n": "3"}).committed.result()
+    latest = Catalog(storage).latest()
+    assert latest is not None
+    assert latest.record is not None
+    assert latest.record.annotations == {"n": "3"}
