@@ -83,6 +83,8 @@ def _flatten(value: Any, path: str, owner: int | None, rank: int, flat: FlatStat
     if isinstance(value, PerRank):
         if owner is not None:
             raise BadInputError(f"{path}: PerRank inside PerRank")
+        if path in flat.per_rank:
+            raise BadInputError(f"{path}: two PerRank parts of the state have this key; rename one")
         flat.per_rank[path] = _flatten(value.value, path, rank, rank, flat)
         return PerRankRef(path)
     if isinstance(value, torch.Tensor | ShardedTensor):

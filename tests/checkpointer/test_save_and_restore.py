@@ -277,6 +277,12 @@ def test_two_tensors_under_one_key_are_refused() -> None:
         c.save(1, state)
 
 
+def test_two_per_rank_parts_under_one_key_are_refused() -> None:
+    state = {"a.b": PerRank(1), "a": {"b": PerRank(2)}}
+    with Checkpointer(MemoryStorage()) as c, pytest.raises(BadInputError, match="a.b: two PerRank"):
+        c.save(1, state)
+
+
 def test_steps_must_rise() -> None:
     with Checkpointer(MemoryStorage()) as c:
         c.save(5, {"x": 1})
