@@ -74,7 +74,10 @@ def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
     if not isinstance(state, Mapping):
         raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
     flat = FlatState()
-    flat.values = _flatten(state, "", None, rank, flat)
+    try:
+        flat.values = _flatten(state, "", None, rank, flat)
+    except RecursionError:
+        raise BadInputError("state: is nested too deep, or holds itself") from None
     return flat
 
 
@@ -167,6 +170,8 @@ def _dtensor_shards(fqn: str, value: DTensor) -> tuple[Shard, ...]:
 
 def _plain(what: str, tensor: torch.Tensor) -> torch.Tensor:
     """A detached view of a dense tensor, or BadInputError saying why it can't be stored."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise BadInputError(f"{what}: has no shape yet; run its lazy module once before")
     if tensor.is_meta:
         raise BadInputError(f"{what}: is on the meta device and has no data; materialise it first")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:

@@ -252,9 +252,18 @@ def test_nested_python_values_keep_their_types() -> None:
     assert repr(state["value"]) == repr(value)
 
 
+def circle() -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        (torch.nn.UninitializedParameter(), "a.b: has no shape yet"),
+        (circle(), "is nested too deep, or holds itself"),
         ({1, 2}, "a.b: a builtins.set can't be stored"),
         (object(), "a.b: a builtins.object can't be stored"),
         (torch.zeros(2, device="meta"), "a.b: is on the meta device"),
