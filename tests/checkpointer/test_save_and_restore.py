@@ -225,7 +225,10 @@ def test_d10_every_dtype_comes_back_bit_for_bit(compression: Any) -> None:
 def test_views_and_shared_memory_are_stored_by_value() -> None:
     storage = MemoryStorage()
     base = torch.arange(24.0).view(4, 6)
+    conjugate = torch.complex(base, base + 1).conj()
     state = {
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
         "t": base.t(),
         "col": base[:, 2],
         "same": base,
