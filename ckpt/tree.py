@@ -9,7 +9,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,10 +238,17 @@ def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "")
             loaded._metadata = getattr(state.state_dict(), "_metadata", None)
         state.load_state_dict(loaded)
         return state
-    if isinstance(state, dict) and isinstance(loaded, Mapping):
+    if isinstance(state, Mapping) and isinstance(loaded, Mapping):
         for k, v in loaded.items():
             sub = f"{path}.{k}" if path else str(k)
-            state[k] = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
+            new = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
+            if k in state and new is state[k]:
+                continue  # filled in place, which a mapping that can't be changed permits too
+            if not isinstance(state, MutableMapping):
+                raise BadInputError(
+                    f"{sub}: can't be put back into a {type(state).__name__}; give a dict"
+                )
+            state[k] = new
         return state
     if type(state) in (list, tuple) and type(loaded) is type(state) and len(state) == len(loaded):
         items = [

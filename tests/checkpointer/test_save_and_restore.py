@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -611,3 +613,16 @@ def test_annotations_that_a_commit_cannot_hold_are_refused(bad: Any) -> None:
     assert latest is not None
     assert latest.record is not None
     assert latest.record.annotations == {"n": "3"}
+
+
+def test_mappings_that_are_no_dicts_are_restored_too() -> None:
+    storage, model = MemoryStorage(), torch.nn.Linear(2, 2)
+    saved(storage, {"o": torch.optim.SGD(model.parameters(), lr=0.5), "p": {"step": 7}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    progress = UserDict(step=0)
+    restored(storage, MappingProxyType({"o": optimizer, "p": progress}))  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert progress["step"] == 7
+    frozen = MappingProxyType({"step": 0})
+    with pytest.raises(BadInputError, match=r"^p.step: can't be put back into a mappingproxy"):
+        restored(storage, {"o": optimizer, "p": frozen})
