@@ -16,7 +16,7 @@ import torch
 from ckpt.errors import BadInputError
 from ckpt.index import TensorInfo
 from ckpt.tree import FlatState, Leaf, has_state_dict, torch_dtype
-from ckpt.values import TensorRef, iter_leaves
+from ckpt.values import PerRankRef, TensorRef, iter_leaves
 
 _SHOWN = 8
 
@@ -152,16 +152,18 @@ def _check_values(want: Any, stored: Any, path: str, found: Mismatch) -> None:
                     p for p, leaf in iter_leaves(v, sub) if not isinstance(leaf, TensorRef)
                 ]
         return
-    if isinstance(want, TensorRef) != isinstance(stored, TensorRef) or (
-        isinstance(want, dict) != isinstance(stored, dict)
-    ):
+    if any(isinstance(want, kind) != isinstance(stored, kind) for kind in _STRUCTURE):
         found.wrong.append(
             f"{path}: the checkpoint has a {_kind(stored)}, the state a {_kind(want)}"
         )
 
 
+_STRUCTURE = (TensorRef, PerRankRef, dict)
+
+
 def _kind(value: Any) -> str:
-    return "tensor" if isinstance(value, TensorRef) else type(value).__name__
+    names = {TensorRef: "tensor", PerRankRef: "PerRank part"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _sharding_hint(info: TensorInfo, leaf: Leaf) -> str:

@@ -626,3 +626,14 @@ def test_mappings_that_are_no_dicts_are_restored_too() -> None:
     frozen = MappingProxyType({"step": 0})
     with pytest.raises(BadInputError, match=r"^p.step: can't be put back into a mappingproxy"):
         restored(storage, {"o": optimizer, "p": frozen})
+
+
+def test_a_part_that_was_per_rank_and_no_longer_is_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": PerRank(5)})
+    state = {"a": 0}
+    with pytest.raises(
+        BadInputError, match="a: the checkpoint has a PerRank part, the state a int"
+    ):
+        restored(storage, state)
+    assert state == {"a": 0}
