@@ -163,9 +163,8 @@ class Restorer:
             reader.read_into(fqn, live[fqn], (0,) * len(source.tensors[fqn].shape))
         tree = loaded_tree(flat.values, source.values, live.get)
         per_rank = {
-            path: loaded_tree(want, source.per_rank[path], live.get)
-            for path, want in flat.per_rank.items()
-            if path in source.per_rank
+            path: loaded_tree(flat.per_rank.get(path), stored, live.get)
+            for path, stored in source.per_rank.items()
         }
         return tree, per_rank
 

@@ -241,6 +241,8 @@ def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "")
     if isinstance(state, Mapping) and isinstance(loaded, Mapping):
         for k, v in loaded.items():
             sub = f"{path}.{k}" if path else str(k)
+            if k not in state and isinstance(v, PerRankRef) and v.fqn not in per_rank:
+                continue  # another world's: it belongs to nobody here
             new = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
             if k in state and new is state[k]:
                 continue  # filled in place, which a mapping that can't be changed permits too

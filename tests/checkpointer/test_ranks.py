@@ -182,6 +182,19 @@ def test_another_world_size_needs_elastic_and_names_what_stays() -> None:
         assert pos == {"next": -1}
 
 
+def test_another_world_size_adds_no_per_rank_parts_to_a_state_without_them() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": torch.ones(3), "pos": PerRank({"next": r})}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        state = {"w": torch.zeros(3)}
+        with Checkpointer(storage, **place) as c:
+            c.restore(state, elastic=True)
+        return sorted(state)
+
+    assert values(on_ranks(3, body)) == [["w"]] * 3
+
+
 def test_a_state_that_fits_one_rank_only_is_refused_on_all_and_changes_nothing() -> None:
     storage = MemoryStorage()
     values(save_one(storage, lambda r: {"w": PerRank(torch.ones(3))}))

@@ -637,3 +637,11 @@ def test_a_part_that_was_per_rank_and_no_longer_is_is_refused() -> None:
     ):
         restored(storage, state)
     assert state == {"a": 0}
+
+
+def test_values_that_only_the_checkpoint_has_are_added_per_rank_ones_too() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": 1, "b": 2, "pos": PerRank({"next": 3})})
+    state = {"a": 0}
+    restored(storage, state)
+    assert state == {"a": 1, "b": 2, "pos": PerRank({"next": 3})}
