@@ -245,3 +245,27 @@ def test_corrupt_error_of_opening_reaches_all_ranks() -> None:
 
     for r in on_ranks(2, body):
         assert isinstance(r, CorruptError)
+
+
+def test_each_rank_gets_its_own_optimizer_back_before_its_first_step() -> None:
+    def job(rank: int) -> torch.optim.Optimizer:
+        w = torch.nn.Parameter(torch.full((2,), float(rank)))
+        return torch.optim.Adam([w])
+
+    def stepped(rank: int) -> torch.optim.Optimizer:
+        optimizer = job(rank)
+        optimizer.param_groups[0]["params"][0].grad = torch.full((2,), rank + 1.0)
+        optimizer.step()
+        return optimizer
+
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"o": PerRank(stepped(r))}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        optimizer = job(rank)
+        with Checkpointer(storage, **place) as c:
+            c.restore({"o": PerRank(optimizer)})
+        return optimizer.state_dict()["state"][0]["exp_avg"]
+
+    for rank, moment in enumerate(values(on_ranks(2, body))):
+        assert torch.equal(moment, stepped(rank).state_dict()["state"][0]["exp_avg"])

@@ -645,3 +645,42 @@ def test_values_that_only_the_checkpoint_has_are_added_per_rank_ones_too() -> No
     state = {"a": 0}
     restored(storage, state)
     assert state == {"a": 1, "b": 2, "pos": PerRank({"next": 3})}
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, PerRank], ids=lambda w: w.__name__)
+def test_an_optimizer_in_a_container_gets_its_state_back_before_its_first_step(wrap: Any) -> None:
+    storage = MemoryStorage()
+    first, second = Job(0), Job(1)
+    first.train(1)
+
+    def state(job: Job) -> dict[str, Any]:
+        return {"o": wrap(job.optimizer if wrap is PerRank else [job.optimizer])}
+
+    saved(storage, state(first))
+    restored(storage, state(second))
+    moments = second.optimizer.state_dict()["state"]
+    assert torch.equal(moments[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+class Cache:
+    """An object whose state has another shape once it has been used, as a data loader's has."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), [({"n": 1}, None), (None, {"n": 1}), (torch.ones(2), None), ([1], ())]
+)
+@pytest.mark.parametrize("wrap", [lambda x: x, PerRank])
+def test_an_object_takes_back_whatever_it_saved(then: Any, now: Any, wrap: Any) -> None:
+    storage, cache = MemoryStorage(), Cache(now)
+    saved(storage, {"c": wrap(Cache(then))})
+    restored(storage, {"c": wrap(cache)})
+    assert repr(cache.held) == repr(then)
