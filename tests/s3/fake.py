@@ -183,6 +183,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer)
 
+    def handle(self) -> None:
+        with suppress(OSError):  # a client that went away
+            super().handle()
+
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _handle  # noqa: N815 - its interface
 
     def _answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
