@@ -400,6 +400,15 @@ def test_saving_into_a_used_root_without_restore_is_refused() -> None:
         c.save(2, {"a": torch.ones(1)})
 
 
+def test_saving_into_a_root_with_a_damaged_commit_without_restore_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(1)})
+    for info in list(storage.list(COMMITS)):
+        storage.put(info.key, b"cut")
+    with Checkpointer(storage) as c, pytest.raises(ConflictError, match="up to step 1: call rest"):
+        c.save(2, {"a": torch.ones(1)})
+
+
 def test_an_older_attempt_can_no_longer_commit_once_a_newer_one_began() -> None:
     storage = MemoryStorage()
     old = Checkpointer(storage)
