@@ -24,6 +24,7 @@ from ckpt.index import (
     TensorEntry,
     TensorInfo,
     decode_index,
+    find_overlap,
     row_bytes,
 )
 from ckpt.manifest import CommitRecord, unseal
@@ -254,6 +255,8 @@ class CheckpointReader:
                 raise CorruptError(
                     f"{fqn}: shards hold {volume} of {math.prod(info.shape)} elements of {info.shape}"
                 )
+            if pair := find_overlap(info.boxes):
+                raise CorruptError(f"{fqn}: two shards overlap: {pair[0]} and {pair[1]}")
 
 
 class _ChunkCache:

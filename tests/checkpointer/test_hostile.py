@@ -1,0 +1,50 @@
+"""Checkpoints made to mislead a reader: everything in them is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt import Checkpointer
+from ckpt.catalog import Catalog
+from ckpt.digest import digest_of
+from ckpt.errors import CorruptError
+from ckpt.index import ShardEntry, TensorEntry, decode_index, encode_index
+from ckpt.manifest import CommitRecord
+from ckpt.restore import CheckpointReader
+from ckpt.storage.memory import MemoryStorage
+from ckpt.types import FileEntry
+
+
+def committed(storage: MemoryStorage, tensor: torch.Tensor) -> CommitRecord:
+    with Checkpointer(storage) as c:
+        ref = c.save(1, {"t": tensor}).committed.result()
+    return Catalog(storage).read(ref)
+
+
+def forged(
+    storage: MemoryStorage, record: CommitRecord, change: Callable[[TensorEntry], TensorEntry]
+) -> CommitRecord:
+    """The commit with another index, sealed as a forger would who can write to the store."""
+    key = next(f.key for f in record.files if f.key.endswith(".idx"))
+    tensors, _ = decode_index(storage.read(key), key)
+    data = encode_index([change(t) for t in tensors], "xxh3-128")
+    storage.put(key, data)
+    entry = FileEntry(key, len(data), digest_of(data))
+    return replace(record, files=tuple(entry if f.key == key else f for f in record.files))
+
+
+def test_shards_that_overlap_are_refused_though_their_number_of_elements_is_right() -> None:
+    storage = MemoryStorage()
+    record = committed(storage, torch.ones(4, 2))
+
+    def twice_the_first_half(t: TensorEntry) -> TensorEntry:
+        (chunk,) = t.shards[0].chunks
+        half = replace(chunk, rows=2, stored_bytes=16)
+        return replace(t, shards=(ShardEntry((0, 0), (2, 2), (half,)),) * 2)
+
+    with pytest.raises(CorruptError, match="^t: two shards overlap"):
+        CheckpointReader(storage, forged(storage, record, twice_the_first_half))
