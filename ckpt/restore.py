@@ -216,11 +216,13 @@ class CheckpointReader:
             raise CorruptError(f"{what}: bytes don't match their digest; use another checkpoint")
         if chunk.codec == "zstd":
             try:
-                raw = zstandard.ZstdDecompressor().decompress(target, max_output_size=raw_bytes)
+                # A frame's own word about its size would overrule max_output_size.
+                size = zstandard.frame_content_size(target)
+                if size != raw_bytes:
+                    raise CorruptError(f"{what}: holds {size} bytes, expected {raw_bytes}")
+                raw = zstandard.ZstdDecompressor().decompress(target)
             except zstandard.ZstdError as e:
                 raise CorruptError(f"{what}: can't be decompressed: {e}") from None
-            if len(raw) != raw_bytes:
-                raise CorruptError(f"{what}: {len(raw)} bytes decompressed, expected {raw_bytes}")
             host_bytes(out)[:] = raw
         return out
 

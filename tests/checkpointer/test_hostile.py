@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import zstandard
 
 from ckpt import Checkpointer
 from ckpt.catalog import Catalog
@@ -48,3 +49,25 @@ def test_shards_that_overlap_are_refused_though_their_number_of_elements_is_righ
 
     with pytest.raises(CorruptError, match="^t: two shards overlap"):
         CheckpointReader(storage, forged(storage, record, twice_the_first_half))
+
+
+def test_a_frame_that_grows_to_more_than_its_rows_is_refused_before_it_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = MemoryStorage()
+    record = committed(storage, torch.zeros(100, 100))
+    bomb = zstandard.ZstdCompressor().compress(bytes(50_000_000))
+    key = next(f.key for f in record.files if f.key.endswith(".bin"))
+    storage.put(key, bomb)
+    digest = bytes.fromhex(digest_of(bomb).partition(":")[2]).ljust(32, b"\0")
+
+    def point_at_it(t: TensorEntry) -> TensorEntry:
+        (shard,) = t.shards
+        chunk = replace(shard.chunks[0], stored_bytes=len(bomb), digest=digest)
+        return replace(t, shards=(replace(shard, chunks=(chunk,)),))
+
+    files = [FileEntry(key, len(bomb), digest_of(bomb)), *record.files[1:]]
+    record = forged(storage, replace(record, files=tuple(files)), point_at_it)
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("was unpacked"))
+    with pytest.raises(CorruptError, match="holds 50000000 bytes, expected 40000"):
+        CheckpointReader(storage, record).read("t")
