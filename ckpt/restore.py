@@ -70,8 +70,11 @@ class CheckpointReader:
                 index_keys, pool.map(lambda k: self._whole(files[k]), index_keys), strict=True
             ):
                 entries, digest = decode_index(data, key)
+                file = files.get(key.removesuffix(".idx") + ".bin")
+                if file is None:
+                    raise CorruptError(f"{key}: the commit lists no data file beside it")
                 for entry in entries:
-                    self._add(entry, key.removesuffix(".idx") + ".bin", digest)
+                    self._add(entry, file, digest)
         self._check_coverage()
         self._objects = [
             unseal(OBJECTS_KIND, self._whole(f), k)
@@ -236,18 +239,23 @@ class CheckpointReader:
         check_digest(data, file.digest, file.key)
         return data
 
-    def _add(self, entry: TensorEntry, data_key: str, digest: str) -> None:
+    def _add(self, entry: TensorEntry, file: FileEntry, digest: str) -> None:
+        end = max((c.offset + c.stored_bytes for s in entry.shards for c in s.chunks), default=0)
+        if end > file.size_bytes:
+            raise CorruptError(
+                f"{file.key}: {entry.fqn} ends at byte {end}, the file has {file.size_bytes}"
+            )
         known = self.tensors.get(entry.fqn)
         boxes = tuple((s.offsets, s.sizes) for s in entry.shards)
         if known is not None:
             if (known.kind, known.dtype, known.shape) != (entry.kind, entry.dtype, entry.shape):
                 raise CorruptError(
-                    f"{data_key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
+                    f"{file.key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
                 )
             boxes = known.boxes + boxes
         self.tensors[entry.fqn] = TensorInfo(entry.fqn, entry.kind, entry.dtype, entry.shape, boxes)
         self._shards.setdefault(entry.fqn, []).extend(
-            _Stored(s, data_key, digest) for s in entry.shards
+            _Stored(s, file.key, digest) for s in entry.shards
         )
 
     def _check_coverage(self) -> None:

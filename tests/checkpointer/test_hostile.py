@@ -71,3 +71,24 @@ def test_a_frame_that_grows_to_more_than_its_rows_is_refused_before_it_is_unpack
     monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("was unpacked"))
     with pytest.raises(CorruptError, match="holds 50000000 bytes, expected 40000"):
         CheckpointReader(storage, record).read("t")
+
+
+def test_chunks_past_the_end_of_their_data_file_are_refused_before_memory_is_taken() -> None:
+    storage = MemoryStorage()
+    record = committed(storage, torch.zeros(100, 100))
+
+    def huge(t: TensorEntry) -> TensorEntry:
+        (shard,) = t.shards
+        chunk = replace(shard.chunks[0], codec="zstd", stored_bytes=1 << 60)
+        return replace(t, shards=(replace(shard, chunks=(chunk,)),))
+
+    with pytest.raises(CorruptError, match=f"t ends at byte {1 << 60}, the file has"):
+        CheckpointReader(storage, forged(storage, record, huge))
+
+
+def test_a_data_file_that_the_commit_does_not_list_is_not_read() -> None:
+    storage = MemoryStorage()
+    record = committed(storage, torch.zeros(100, 100))
+    files = tuple(f for f in record.files if not f.key.endswith(".bin"))
+    with pytest.raises(CorruptError, match="the commit lists no data file beside it"):
+        CheckpointReader(storage, replace(record, files=files))
