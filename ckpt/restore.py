@@ -121,9 +121,16 @@ class CheckpointReader:
     def read_into(self, fqn: str, out: torch.Tensor, offsets: Sequence[int]) -> None:
         """Fill `out` with the box of the tensor that starts at `offsets` and has out's shape.
 
-        `out` may be any strided view on any device; it must have the stored dtype.
+        `out` may be any strided view on any device; it must have the stored dtype. Raises
+        BadInputError for another dtype, or a box that isn't inside the tensor.
         """
         info = self.info(fqn)
+        if not len(info.shape) == len(offsets) == out.dim() or any(
+            o < 0 or o + n > size for o, n, size in zip(offsets, out.shape, info.shape, strict=True)
+        ):
+            raise BadInputError(
+                f"{fqn}: no box at {tuple(offsets)} of {tuple(out.shape)} in shape {info.shape}"
+            )
         if out.dtype != torch_dtype(info.dtype):
             raise BadInputError(f"{fqn}: stored as {info.dtype}, the target is {out.dtype}")
         jobs = []

@@ -693,3 +693,11 @@ def test_an_object_takes_back_whatever_it_saved(then: Any, now: Any, wrap: Any) 
     saved(storage, {"c": wrap(Cache(then))})
     restored(storage, {"c": wrap(cache)})
     assert repr(cache.held) == repr(then)
+
+
+@pytest.mark.parametrize(("offsets", "shape"), [((0, 0), (5, 2)), ((-1, 0), (1, 2)), ((0,), (4,))])
+def test_a_box_outside_a_tensor_is_refused_and_not_filled_in_part(offsets: Any, shape: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(4, 2)})
+    with pytest.raises(BadInputError, match="a: no box at"):
+        reader(storage, 1).read_into("a", torch.zeros(shape), offsets)
