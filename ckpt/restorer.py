@@ -69,7 +69,7 @@ class Restorer:
         found: int | None = self._coordinator.decide(
             f"{self._tag}/newest",
             {},
-            lambda _: next((c.record.step for c in self._candidates(None) if c.record), None),
+            lambda _: next((c.ref.step for c in self._candidates(None)), None),
             self._timeout_s,
         )
         return found

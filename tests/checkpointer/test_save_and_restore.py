@@ -402,6 +402,15 @@ def test_saving_into_a_used_root_without_restore_is_refused() -> None:
         c.save(2, {"a": torch.ones(1)})
 
 
+def test_saving_into_a_root_with_a_damaged_commit_without_restore_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(1)})
+    for info in list(storage.list(COMMITS)):
+        storage.put(info.key, b"cut")
+    with Checkpointer(storage) as c, pytest.raises(ConflictError, match="up to step 1: call rest"):
+        c.save(2, {"a": torch.ones(1)})
+
+
 def test_an_older_attempt_can_no_longer_commit_once_a_newer_one_began() -> None:
     storage = MemoryStorage()
     old = Checkpointer(storage)
@@ -708,3 +717,11 @@ def test_an_object_takes_back_whatever_it_saved(then: Any, now: Any, wrap: Any) 
     saved(storage, {"c": wrap(Cache(then))})
     restored(storage, {"c": wrap(cache)})
     assert repr(cache.held) == repr(then)
+
+
+@pytest.mark.parametrize(("offsets", "shape"), [((0, 0), (5, 2)), ((-1, 0), (1, 2)), ((0,), (4,))])
+def test_a_box_outside_a_tensor_is_refused_and_not_filled_in_part(offsets: Any, shape: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(4, 2)})
+    with pytest.raises(BadInputError, match="a: no box at"):
+        reader(storage, 1).read_into("a", torch.zeros(shape), offsets)
