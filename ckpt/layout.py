@@ -78,7 +78,7 @@ def parse_pin_key(key: str) -> str | None:
 
 def scratch_prefix(token: str) -> str:
     """Where `ckpt doctor` tries a store out; it removes what it writes."""
-    return f"doctor/{token}/"
+    return f"doctor-{token}/"
 
 
 def rank_data_key(prefix: str, rank: int) -> str:

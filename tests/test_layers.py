@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "layout", "trust", "values"},
-    {"manifest"},
+    {"command", "digest", "events", "findings", "layout", "trust", "values"},
+    {"machine", "manifest"},
     {"index", "schema"},
     {"storage"},
     {"lineage", "pins", "verify"},

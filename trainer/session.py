@@ -26,7 +26,7 @@ from ckpt.config import restart_count
 from ckpt.errors import BadInputError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
-from ckpt.storage import LocalStorage, Storage, open_storage
+from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock
 from trainer.ledger import Ledger, SaveEvents
 
@@ -262,7 +262,7 @@ def _ledger_root(storage: Storage, folder: Path | None) -> Path:
     """Appending needs a local file."""
     if folder is not None:
         return folder
-    if isinstance(storage, LocalStorage):
+    if isinstance(owned(storage), LocalStorage):
         return Path(storage.url)
     raise BadInputError(
         f"{storage.url}: the ledger needs a local folder, and this root isn't one; pass `ledger=`"

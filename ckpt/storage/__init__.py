@@ -7,7 +7,7 @@ import re
 from urllib.parse import unquote
 
 from ckpt import layout
-from ckpt.errors import BadInputError, NotFoundError, StorageError
+from ckpt.errors import BadInputError, CorruptError, NotFoundError, StorageError
 from ckpt.manifest import OriginRecord, decode
 from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
@@ -25,6 +25,7 @@ __all__ = [
     "owned",
 ]
 
+_INHERITED = (layout.DATA, f"{layout.SERVING}descriptions/", layout.CODE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -66,6 +67,12 @@ def follow_origin(storage: Storage) -> Storage:
         return storage
     if origin.pin_id is None:
         return storage
+    strange = [p for p in origin.prefixes if not p.startswith(_INHERITED)]
+    if strange:
+        raise CorruptError(
+            f"{storage.url}/{layout.ORIGIN}: names {strange[0]!r} as data of its origin; data lies "
+            f"below {', '.join(_INHERITED)}"
+        )
     return BranchedStorage(storage, origin, lambda: open_storage(origin.source_url))
 
 
