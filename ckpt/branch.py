@@ -2,7 +2,7 @@
 
 See docs/design/0004-branches.md. The new root gets the source's commit record as it is, an
 attempt record that fits it, and ORIGIN.json, which says where its data lies; a permanent pin in
-the source keeps retention there from deleting it. `ckpt.storage.follow_origin` reads on in the
+the source keeps retention there from deleting it. `ckpt.storage.BranchedStorage` reads on in the
 source, so that nothing else has to know that a root is a branch.
 """
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from ckpt.errors import BadInputError, NotFoundError
 from ckpt.types import DIGEST_NAMES, DigestName
@@ -17,6 +18,9 @@ _MOST_SECONDS = 30 * 24 * 3600
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]
+S3Addressing = Literal["auto", "path", "virtual"]
+S3Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
+S3_ENVIRONMENT = "SIDESTAGE_S3_"
 
 T = TypeVar("T")
 
@@ -135,6 +139,81 @@ class CheckpointConfig:
         return RetentionPolicy(self.keep_last, self.keep_every, self.keep_best)
 
 
+@dataclass(frozen=True)
+class S3Settings:
+    """How to reach an S3 store and write to it. Credentials: from the usual AWS chain, only.
+
+    Each is read by `s3_settings` from the environment variable SIDESTAGE_S3_ and its name.
+
+    endpoint: URL of the store. None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the AWS profile's
+        endpoint_url, else AWS itself.
+    region: None: AWS_DEFAULT_REGION, AWS_REGION, else the AWS profile's.
+    addressing: bucket in the "path", or in the host name ("virtual"). "auto" takes the path
+        where an endpoint is given or the bucket's name has dots.
+    encryption: what the store is asked to encrypt new objects with, by the header
+        x-amz-server-side-encryption. None: the bucket's default.
+    kms_key: id or ARN of the key for "aws:kms" and "aws:kms:dsse". None: the account's default.
+    part_bytes: objects above this are sent and read in parts of this size.
+    parallel: parts of one object on their way at a time. A writer's memory is at most
+        (parallel + 1) x part_bytes for the first 1,000 parts, and grows slowly after.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: S3Addressing = "auto"
+    encryption: S3Encryption | None = None
+    kms_key: str | None = None
+    part_bytes: int = 16 * MIB
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            try:
+                parts = urlsplit(self.endpoint)
+                good = parts.scheme in ("http", "https") and bool(parts.hostname)
+                _ = parts.port  # raises for one that is no number
+            except ValueError:
+                good = False
+            if not good:
+                raise BadInputError(
+                    f"S3 endpoint {self.endpoint!r}: give a URL such as https://host:9000"
+                )
+        for name, kind in (("addressing", S3Addressing), ("encryption", S3Encryption)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and (name, value) != ("encryption", None):
+                raise BadInputError(
+                    f"S3 {name} = {value!r}: use one of {', '.join(get_args(kind))}"
+                )
+        if self.kms_key is not None and self.encryption in (None, "AES256"):
+            raise BadInputError("S3 kms_key is set: set encryption to aws:kms or aws:kms:dsse, too")
+        if not 5 * MIB <= self.part_bytes <= 512 * MIB:
+            raise BadInputError(
+                f"S3 part_bytes = {self.part_bytes}: give {5 * MIB} (5 MiB) to {512 * MIB} (512 MiB)"
+            )
+        if not 1 <= self.parallel <= 64:
+            raise BadInputError(f"S3 parallel = {self.parallel}: give 1 to 64")
+
+
+def s3_settings() -> S3Settings:
+    """The S3 settings in this process's environment."""
+    found: dict[str, Any] = {}
+    for f in fields(S3Settings):
+        name = S3_ENVIRONMENT + f.name.upper()
+        text = os.environ.get(name, "")
+        if not text:
+            continue
+        if f.name in ("part_bytes", "parallel"):
+            if not text.isdecimal():
+                raise BadInputError(f"{name} = {text!r}: give a whole number")
+            found[f.name] = int(text)
+        else:
+            found[f.name] = text
+    if "region" not in found and not os.environ.get("AWS_DEFAULT_REGION"):
+        # What other AWS clients read; botocore doesn't.
+        found["region"] = os.environ.get("AWS_REGION") or None
+    return S3Settings(**found)
+
+
 def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Build a settings dataclass from a table, refusing unknown keys and wrong types by name.
 
@@ -201,6 +280,14 @@ def trust_file() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sidestage" / "trusted-code"
+
+
+def spool_folder() -> Path:
+    """Where this host keeps what is on its way to a store: $SIDESTAGE_SPOOL_DIR, else a cache folder."""
+    if named := os.environ.get("SIDESTAGE_SPOOL_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sidestage" / "spool"
 
 
 def restart_count() -> int:

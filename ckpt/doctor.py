@@ -124,6 +124,13 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def _create_only(storage: Storage, prefix: str) -> Finding:
+    if not storage.probe():
+        return Finding(
+            "create-only",
+            "warn",
+            "the store has no conditional writes: only one process may write to this root, and a "
+            "publisher needs a registry elsewhere",
+        )
     key = f"{prefix}create-only"
     storage.create(key, b"first")
     try:

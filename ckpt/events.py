@@ -44,3 +44,16 @@ class TeeSink:
     def emit(self, name: str, /, **fields: Any) -> None:
         for sink in self._sinks:
             sink.emit(name, **fields)
+
+
+class GuardedSink:
+    """Passes events on, and keeps a sink that raises from harming a save."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def emit(self, name: str, /, **fields: Any) -> None:
+        try:
+            self._inner.emit(name, **fields)
+        except Exception:
+            _log.exception("the event sink failed at %s; the save goes on", name)

@@ -7,7 +7,7 @@ posts its name; rank 0 commits when all are in and tells the others how it ended
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ckpt.commit import check_not_superseded, write_commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
 from ckpt.digest import digest_of
-from ckpt.errors import BadInputError, CorruptError, SaveError, SidestageError
+from ckpt.errors import BadInputError, CorruptError, SaveError, SaveSkippedError, SidestageError
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
 from ckpt.plan import RankPlan, StagedPlanner
@@ -26,6 +26,8 @@ from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, FileEntry
 from ckpt.values import decode_value
 from ckpt.writer import ChunkWriter, Placement
+
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,6 @@ class StagedSave:
     annotations: Mapping[str, str]
     saved_at_s: float
     deadline_s: float
-
-
-class SaveSkipped(SaveError):  # noqa: N818 - an outcome, reported as an error by the handle
-    """A rank gave this save up because its queue was full."""
 
 
 class Persister:
@@ -88,7 +86,8 @@ class Persister:
             report = describe(SaveError(f"{type(e).__name__}: {e}"))
         if self._coordinator.rank != 0:
             self._coordinator.post(tag, report)
-            outcome = self._coordinator.hear(tag, self._left_s(save))
+            # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
+            outcome = self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
         else:
             outcome = self._commit(save, tag, report)
             self._coordinator.announce(tag, outcome)
@@ -97,8 +96,6 @@ class Persister:
             while len(self._heard) > 2:
                 self._coordinator.forget(self._heard.pop(0))
         if "error" in outcome:
-            if outcome["error"] == SaveSkipped.__name__:
-                raise SaveSkipped(str(outcome["message"]))
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
         return self._parent
@@ -132,7 +129,7 @@ class Persister:
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
             # A rank that skips tells so at once, while its thread may still write an earlier save.
-            if not any(r.get("error") == SaveSkipped.__name__ for r in reports):
+            if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
                 self.settled = save.sequence
             for rank, r in enumerate(reports):
                 if "error" in r:
@@ -212,8 +209,3 @@ class Persister:
 def save_tag(sequence: int) -> str:
     """Key of one save in the job's store. Every rank counts its save() calls alike."""
     return f"save/{sequence}"
-
-
-def without_arena(save: StagedSave) -> StagedSave:
-    """The record of a save without its memory, to keep after the arena went back."""
-    return replace(save, tensors=[])

@@ -8,6 +8,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,7 +224,12 @@ def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "")
     if isinstance(state, torch.Tensor | ShardedTensor):
         return state  # was filled in place
     if has_state_dict(state):
-        state.load_state_dict(_rewrap(loaded, per_rank))
+        loaded = _rewrap(loaded, per_rank)
+        if isinstance(state, torch.nn.Module):
+            # Modules' versions ride on the mapping; without them a newer module takes itself for old.
+            loaded = OrderedDict(loaded)
+            loaded._metadata = getattr(state.state_dict(), "_metadata", None)
+        state.load_state_dict(loaded)
         return state
     if isinstance(state, dict) and isinstance(loaded, Mapping):
         for k, v in loaded.items():

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "findings", "layout", "trust", "values"},
-    {"machine", "manifest"},
+    {"command", "digest", "events", "findings", "formats", "layout", "trust", "values"},
+    {"machine", "manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
     {"lineage", "pins", "verify"},
@@ -23,9 +23,12 @@ CKPT = [
     {"prune"},
     {"branch", "doctor"},
     {"tree"},
-    {"commit", "coordinator", "plan", "restore", "rng", "staging", "target", "writer"},
-    {"engine", "export", "persist", "restorer"},
-    {"checkpointer"},
+    {
+        *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
+        *("target", "writer"),
+    },
+    {"engine", "export", "persist", "receipts", "restorer"},
+    {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
 NO_TORCH = set().union(*CKPT[:11])

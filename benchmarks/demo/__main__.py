@@ -33,11 +33,11 @@ def main() -> int:
         )
 
     try:
-        summary = Demo(args.root, BUILD, short=args.short, say=say).run()
+        summary = Demo(args.root, args.build, short=args.short, say=say).run()
     except SidestageError as e:
         console.print(f"error: {e}", style="red", markup=False, highlight=False)
         return e.exit_code
-    path = BUILD / "summary.json"
+    path = args.build / "summary.json"
     path.write_text(json.dumps(summary, indent=2) + "\n")
     _print(console, summary)
     console.print(f"{time.monotonic() - began:.0f} s in all; the figures are in {path}")

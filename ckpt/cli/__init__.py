@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.converting import export, import_
 from ckpt.cli.doctoring import doctor
 from ckpt.cli.inspection import ls, show, verify
 from ckpt.cli.restoring import restore
@@ -21,7 +22,8 @@ def cli() -> None:
     """
 
 
-for _command in (ls, show, verify, restore, prune, pins, branch, doctor):
+_COMMANDS = (ls, show, verify, restore, export, import_, prune, pins, branch, doctor)
+for _command in _COMMANDS:
     cli.add_command(_command)
 
 main = entry(cli)

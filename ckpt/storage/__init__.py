@@ -6,9 +6,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from ckpt import layout
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, StorageError
-from ckpt.manifest import OriginRecord, decode
+from ckpt.errors import BadInputError, NotFoundError, StorageError
 from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -20,26 +18,34 @@ __all__ = [
     "MemoryStorage",
     "ObjectWriter",
     "Storage",
-    "follow_origin",
     "open_storage",
     "owned",
 ]
 
-_INHERITED = (layout.DATA, f"{layout.SERVING}descriptions/", layout.CODE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> Storage:
-    """The store at a path or `file://` URL.
+    """The store at a path, a `file://` URL or s3://bucket/prefix.
 
     `~` means the home folder, a relative path is taken from the current one, and a `file://`
-    URL is percent-decoded. The folder is made at the first write, unless `must_exist`. The root
-    of a branch comes as a BranchedStorage.
+    URL is percent-decoded. The folder is made at the first write, unless `must_exist`; a bucket
+    is never made. An S3 store is first spoken to by its first call, or here if it `must_exist`;
+    its settings are those of `ckpt.config.s3_settings`. The root of a branch comes as a
+    BranchedStorage, which also reads the root that it came from.
 
     Raises BadInputError for another scheme or a file in the folder's place, NotFoundError
-    if the folder must exist and doesn't, StorageError if it can't be entered.
+    if it must exist and doesn't, StorageError if it can't be entered.
     """
-    path = _local_path(os.fspath(url))
+    url = os.fspath(url)
+    if url[:5].lower() == "s3://":
+        from ckpt.storage.s3 import S3Storage  # slow to import, and most roots are folders
+
+        storage = S3Storage.at(url)
+        if must_exist:
+            storage.check_exists()
+        return BranchedStorage(storage, open_storage)  # finds out when it matters
+    path = _local_path(url)
     try:
         # Opened, not looked at: only that tells whether this user may read it.
         with os.scandir(path):
@@ -56,24 +62,8 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
             f"{path}: can't be read: {e.strerror}; check the owner and mode of that folder "
             f"and of those above it"
         ) from e
-    return follow_origin(LocalStorage(path))
-
-
-def follow_origin(storage: Storage) -> Storage:
-    """The store itself; for the root of a branch that wasn't copied, one that also reads the source."""
-    try:
-        origin = decode(OriginRecord, storage.read(layout.ORIGIN), layout.ORIGIN)
-    except NotFoundError:
-        return storage
-    if origin.pin_id is None:
-        return storage
-    strange = [p for p in origin.prefixes if not p.startswith(_INHERITED)]
-    if strange:
-        raise CorruptError(
-            f"{storage.url}/{layout.ORIGIN}: names {strange[0]!r} as data of its origin; data lies "
-            f"below {', '.join(_INHERITED)}"
-        )
-    return BranchedStorage(storage, origin, lambda: open_storage(origin.source_url))
+    branched = BranchedStorage(LocalStorage(path), open_storage)
+    return branched if branched.origin else branched.own
 
 
 def _local_path(url: str) -> str:
@@ -87,7 +77,7 @@ def _local_path(url: str) -> str:
             )
         if scheme != "file":
             raise BadInputError(
-                f"{url}: scheme {scheme!r} isn't supported; give a path or file:///path"
+                f"{url}: scheme {scheme!r} isn't supported; give a path, file:///path or s3://bucket/path"
             )
         path = unquote(path.removeprefix("localhost"))
         if not path.startswith("/"):

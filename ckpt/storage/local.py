@@ -69,6 +69,9 @@ class LocalStorage:
     def url(self) -> str:
         return self._root
 
+    def probe(self) -> bool:
+        return True
+
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         return self._replace(key, data, None)
 

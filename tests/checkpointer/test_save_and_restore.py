@@ -525,3 +525,56 @@ def test_per_rank_values_come_back_in_place() -> None:
     restored(storage, {"pos": pos})
     assert pos.value["next"] == 5
     assert pos.value["mask"].tolist() == [0, 1, 2]
+
+
+class RaisingSink:
+    def emit(self, name: str, /, **fields: Any) -> None:
+        raise RuntimeError("the logger is down")
+
+
+def test_d49_a_sink_that_raises_does_not_fail_a_save() -> None:
+    with Checkpointer(MemoryStorage(), sink=RaisingSink()) as c:
+        assert c.save(1, {"a": 1}).committed.result().step == 1
+        assert c.save(2, {"a": 1}).committed.result().step == 2
+
+
+class Versioned(torch.nn.Module):
+    """A module that migrates the state of its older versions, as BatchNorm does."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *args: Any) -> None:
+        if meta.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"] * 1000
+        super()._load_from_state_dict(state, prefix, meta, *args)
+
+
+def test_modules_are_loaded_with_their_versions() -> None:
+    storage = MemoryStorage()
+    m = Versioned()
+    saved(storage, {"m": m})
+    restored(storage, {"m": m})
+    assert m.scale.item() == 1
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True])
+def test_steps_are_whole_numbers_from_zero(step: Any) -> None:
+    with Checkpointer(MemoryStorage()) as c, pytest.raises(BadInputError, match="whole number"):
+        c.save(step, {"a": 1})
+
+
+def test_an_optimizer_gets_its_state_back_before_its_first_step() -> None:
+    storage = MemoryStorage()
+    first = Job(0)
+    first.train(1)
+    saved(storage, first.state)
+    second = Job(1)
+    assert not second.optimizer.state_dict()["state"]
+    restored(storage, second.state)
+    moments = second.optimizer.state_dict()["state"]
+    assert moments.keys() == first.optimizer.state_dict()["state"].keys()
+    assert torch.equal(moments[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])

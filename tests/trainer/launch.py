@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(
-    module: str, *args: str | Path, ranks: int, restarts: int = 0, env: dict[str, str] | None = None
+    module: str, *args: str | Path, ranks: int, restarts: int
 ) -> subprocess.CompletedProcess[str]:
     """Run a module on some ranks of this machine and wait; a free port is chosen."""
     command = [
@@ -24,7 +24,7 @@ def torchrun(
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
