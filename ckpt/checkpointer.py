@@ -73,7 +73,7 @@ class Checkpointer:
         self._clock = clock or SystemClock()
         self._sink = GuardedSink(sink or LogSink())
         self._coordinator = join(self._storage.url, rank, world_size, store)
-        self.annotations = dict(annotations or {})
+        self.annotations = _checked(annotations or {})
         self._outcomes = Outcomes(self._config.raise_after_failures, self._sink)
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
@@ -158,9 +158,9 @@ class Checkpointer:
         When this returns the snapshot is complete: everything may be changed at once. It costs
         a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
 
-        Raises BadInputError for state that can't be stored (by key) or a step that isn't above
-        the last one; SaveError once `raise_after_failures` saves in a row have failed. Trouble
-        with storage never raises here: the handle carries it.
+        Raises BadInputError for state that can't be stored (by key), annotations that aren't
+        strings, or a step that isn't above the last one; SaveError once `raise_after_failures`
+        saves in a row have failed. Trouble with storage never raises here: the handle carries it.
         """
         started = self._clock.monotonic()
         self._check_open()
@@ -171,6 +171,7 @@ class Checkpointer:
             raise BadInputError(
                 f"save(step={step}): the last one was step {self._last_step}; steps must rise"
             )
+        notes = _checked({**self.annotations, **(annotations or {})})
         if self._attempt is None:
             self._begin_unrestored()
         flat = flatten(state, self._coordinator.rank)
@@ -194,7 +195,7 @@ class Checkpointer:
             tensors=tensors,
             objects=objects,
             values_digest=digest_of(shared),
-            annotations={**self.annotations, **(annotations or {})},
+            annotations=notes,
             saved_at_s=self._clock.time(),
             deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
         )
@@ -258,11 +259,10 @@ class Checkpointer:
         """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
         if self._pruner is None:
             return
+        uncommitted = self.stats.failed + self.stats.skipped
         try:
-            done = self._pruner.after_save(
-                settled, committed=committed, uncommitted=self._outcomes.stats.uncommitted
-            )
-            self._outcomes.pruned(done.deleted, done.problems)
+            done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
+            self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
         except Exception as e:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
@@ -322,6 +322,8 @@ class Checkpointer:
         """Claim an epoch for all ranks, and start to be able to commit."""
 
         def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            if not self._storage.probe():
+                self._sink.emit("single_writer_only", root=self._storage.url)
             run = commit.open_run(self._storage, self._clock)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
@@ -353,3 +355,12 @@ class Checkpointer:
         """The process ends without close(): drain all the same, and say so if that fails."""
         if not self._engine.close(self._config.close_timeout_s):
             self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
+
+
+def _checked(annotations: Mapping[str, str]) -> dict[str, str]:
+    """A copy of annotations that a commit record can hold: anything else would make it unreadable."""
+    for key, note in annotations.items():
+        if type(key) is not str or type(note) is not str:
+            raise BadInputError(f"annotations: {key!r}: {note!r}: only strings are kept")
+        encode_value({key: note}, "annotations")
+    return dict(annotations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ class SaveHandle:
 class SaveStats:
     """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting.
 
-    On rank 0, `pruned` are commits that retention deleted, and `prune_failed` the prunes that
+    On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
     couldn't do all they should have.
     """
 
@@ -41,11 +40,6 @@ class SaveStats:
     blocked_s: list[float] = field(default_factory=list)
     last_commit: CommitRef | None = None
     last_error: str | None = None
-
-    @property
-    def uncommitted(self) -> int:
-        """Saves that ended without a commit."""
-        return self.failed + self.skipped
 
     @property
     def max_blocked_s(self) -> float:
@@ -101,13 +95,13 @@ class Outcomes:
         self._sink.emit("save_skipped" if skipped else "save_failed", step=step, error=str(error))
         committed.set_exception(error)
 
-    def pruned(self, deleted: Sequence[CommitRef], problems: Sequence[str]) -> None:
-        """A prune has ended. Its problems are no save's: they are counted and told."""
+    def pruned(self, steps: list[int], problems: list[str]) -> None:
+        """Retention has run; what it couldn't do is tried again after the next save."""
         with self._lock:
-            self.stats.pruned += len(deleted)
+            self.stats.pruned += len(steps)
             self.stats.prune_failed += bool(problems)
-        if deleted:
-            self._sink.emit("pruned", steps=[ref.step for ref in deleted])
+        if steps:
+            self._sink.emit("pruned", steps=steps)
         if problems:
             self._sink.emit("prune_failed", error=problems[0], problems=len(problems))
 

@@ -17,7 +17,13 @@ from ckpt.commit import check_not_superseded, write_commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
 from ckpt.digest import digest_of
-from ckpt.errors import BadInputError, CorruptError, SaveError, SaveSkippedError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    SaveError,
+    SaveSkippedError,
+    SidestageError,
+)
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
 from ckpt.plan import RankPlan, StagedPlanner
@@ -137,7 +143,7 @@ class Persister:
             entries = tuple(FileEntry(**r) for r in reports)
             receipts = [self._receipt(e) for e in entries]
             self._check(save, receipts)
-            check_not_superseded(self._storage, self._attempt.epoch)
+            check_not_superseded(self._storage, self._attempt)
             ref = write_commit(self._storage, self._record(save, entries, receipts))
         except SidestageError as e:
             return describe(e)

@@ -115,10 +115,11 @@ class Restorer:
         try:
             self._pin(ref)
             opened = self._open(ref, elastic=terms.elastic)
+            absorbing = absorbing_prefixes(state)
             mine: dict[str, Any] = {
-                **asdict(check(flat, opened.source)),
+                **asdict(check(flat, opened.source, absorbing)),
                 "held": list(flat.leaves),
-                "absorbing": absorbing_prefixes(state),
+                "absorbing": absorbing,
             }
         except SidestageError as e:
             mine = describe(e)
@@ -177,15 +178,19 @@ class Restorer:
                 for shard in leaf.shards:
                     reader.read_into(fqn, shard.tensor, shard.offsets)
         for fqn in make:
+            if source.tensors[fqn].kind == "per_rank" and not self._mine(fqn):
+                continue
             live[fqn] = allocate(source.tensors[fqn])
             reader.read_into(fqn, live[fqn], (0,) * len(source.tensors[fqn].shape))
         tree = loaded_tree(flat.values, source.values, live.get)
         per_rank = {
-            path: loaded_tree(want, source.per_rank[path], live.get)
-            for path, want in flat.per_rank.items()
-            if path in source.per_rank
+            path: loaded_tree(flat.per_rank.get(path), stored, live.get)
+            for path, stored in source.per_rank.items()
         }
         return tree, per_rank
+
+    def _mine(self, fqn: str) -> bool:
+        return fqn.endswith(f"@{self._coordinator.rank}")
 
     @staticmethod
     def _foreign(kind: str, source: Source) -> bool:
@@ -232,7 +237,7 @@ def _verdict(
     held = {k for p in payloads for k in p["held"]}
     absorbing = tuple(a for p in payloads for a in p["absorbing"])
     extra = extra_keys(source, held)
-    make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind == "replicated"]
+    make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind != "sharded"]
     unwanted = [k for k in extra if k not in set(make)]
     wrong = sorted({w for m in found for w in m.wrong})
     missing = sorted({k for m in found for k in m.missing})

@@ -21,7 +21,6 @@ CKPT = [
     {"catalog", "retention"},
     {"survey"},
     {"prune"},
-    {"branch", "doctor"},
     {"tree"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
@@ -31,7 +30,7 @@ CKPT = [
     {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:11])
+NO_TORCH = set().union(*CKPT[: next(n for n, layer in enumerate(CKPT) if "tree" in layer)])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),
