@@ -12,6 +12,7 @@ DATA = "data/"
 PINS = "pins/"
 EVENTS = "events/"
 SERVING = "serving/"
+DESCRIPTIONS = f"{SERVING}descriptions/"
 CODE = "code/"
 
 _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
@@ -47,18 +48,13 @@ def data_prefix(epoch: int, step: int, save_id: str) -> str:
     return f"{DATA}{epoch:06d}-{step:012d}-{save_id}/"
 
 
-def parse_data_key(key: str) -> tuple[int, int, int] | None:
-    """(epoch, step, save id) of any file of a save, or None for a stray."""
+def parse_data_key(key: str) -> tuple[str, int, int, int] | None:
+    """(data prefix, epoch, step, save id) of any file of a save, or None for a stray."""
     m = _DATA.fullmatch(key)
     if m is None:
         return None
-    epoch, step, save_id = int(m[1]), int(m[2]), int(m[3])
-    return (epoch, step, save_id) if key.startswith(save_prefix(epoch, step, save_id)) else None
-
-
-def save_prefix(epoch: int, step: int, save_id: int) -> str:
-    """The data prefix of an attempt's save of that number."""
-    return data_prefix(epoch, step, f"{save_id:06d}")
+    prefix = data_prefix(int(m[1]), int(m[2]), m[3])
+    return (prefix, int(m[1]), int(m[2]), int(m[3])) if key.startswith(prefix) else None
 
 
 def epoch_data_prefix(epoch: int) -> str:
@@ -78,7 +74,7 @@ def parse_pin_key(key: str) -> str | None:
 
 def scratch_prefix(token: str) -> str:
     """Where `ckpt doctor` tries a store out; it removes what it writes."""
-    return f"doctor/{token}/"
+    return f"doctor-{token}/"
 
 
 def rank_data_key(prefix: str, rank: int) -> str:
@@ -103,7 +99,7 @@ def ledger_key(epoch: int, rank: int) -> str:
 
 
 def description_prefix(description_id: str) -> str:
-    return f"{SERVING}descriptions/{description_id}/"
+    return f"{DESCRIPTIONS}{description_id}/"
 
 
 def code_key(sha256_hex: str, suffix: str) -> str:

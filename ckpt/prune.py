@@ -243,9 +243,9 @@ class Pruner:
 
     def _release_origin(self, plan: PrunePlan, result: PruneResult) -> None:
         """Remove this branch's pin from its source once the commit it came from is gone here."""
-        if not isinstance(self._storage, BranchedStorage) or self._released:
+        origin = self._storage.origin if isinstance(self._storage, BranchedStorage) else None
+        if not isinstance(self._storage, BranchedStorage) or origin is None or self._released:
             return
-        origin = self._storage.origin
         left = plan.places - {(r.epoch, r.step) for r in result.deleted}
         grown = any(v.commit.status == "latest" for v in plan.keep)  # else it's being made
         if grown and origin.pin_id and (origin.commit.epoch, origin.commit.step) not in left:

@@ -43,12 +43,11 @@ class Surveyor:
 
     def saves(self, scope: str) -> Iterator[SavedData]:
         """The saves that there is data of below a prefix, listed by a commit or not."""
-        sizes: dict[tuple[int, int, int], list[int]] = {}
+        sizes: dict[tuple[str, int, int, int], list[int]] = {}
         for o in self._own.list(scope):
             if save := layout.parse_data_key(o.key):
                 sizes.setdefault(save, []).append(o.size_bytes)
-        for (epoch, step, save_id), found in sizes.items():
-            prefix = layout.save_prefix(epoch, step, save_id)
+        for (prefix, epoch, step, save_id), found in sizes.items():
             yield SavedData(prefix, epoch, step, save_id, len(found), sum(found))
 
     def candidates(self, tree: Tree) -> list[Candidate]:
@@ -133,7 +132,7 @@ def unlisted(
     listed = {p for c in commits for p in c.prefixes}
     unreadable = {c.place for c in commits if not c.prefixes}
     saves = (layout.parse_data_key(f"{p}x") for p in listed)
-    over = max([settled, *(s[2] for s in saves if s and s[0] == newest)])
+    over = max([settled, *(s[3] for s in saves if s and s[1] == newest)])
     garbage, unsettled = [], []
     for d in data:
         if d.prefix in listed or (d.epoch, d.step) in unreadable:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "formats", "layout", "trust", "values"},
-    {"manifest", "nesting"},
+    {"command", "digest", "events", "findings", "formats", "layout", "trust", "values"},
+    {"machine", "manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
     {"lineage", "pins", "verify"},

@@ -26,7 +26,7 @@ from ckpt.config import restart_count, spool_folder
 from ckpt.errors import BadInputError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
-from ckpt.storage import LocalStorage, Storage, open_storage
+from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock
 from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror, spool_of
@@ -92,7 +92,7 @@ class Session(Generic[B_co]):
         storage = open_storage(root) if isinstance(root, str) else root
         self._ledger = Ledger(clock)
         self._mirror: Mirror | None = None
-        if ledger is None and not isinstance(storage, LocalStorage):
+        if ledger is None and not isinstance(owned(storage), LocalStorage):
             ledger = spool_of(spool_folder(), storage.url)
             self._mirror = Mirror(ledger, storage)
         self._ledger_root = ledger or Path(storage.url)

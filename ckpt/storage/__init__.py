@@ -6,9 +6,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from ckpt import layout
 from ckpt.errors import BadInputError, NotFoundError, StorageError
-from ckpt.manifest import OriginRecord, decode
 from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -20,7 +18,6 @@ __all__ = [
     "MemoryStorage",
     "ObjectWriter",
     "Storage",
-    "follow_origin",
     "open_storage",
     "owned",
 ]
@@ -33,8 +30,9 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
 
     `~` means the home folder, a relative path is taken from the current one, and a `file://`
     URL is percent-decoded. The folder is made at the first write, unless `must_exist`; a bucket
-    is never made. An S3 store is first spoken to when it is looked at for a branch's origin; its
-    settings are those of `ckpt.config.s3_settings`. The root of a branch comes as a BranchedStorage.
+    is never made. An S3 store is first spoken to by its first call, or here if it `must_exist`;
+    its settings are those of `ckpt.config.s3_settings`. The root of a branch comes as a
+    BranchedStorage, which also reads the root that it came from.
 
     Raises BadInputError for another scheme or a file in the folder's place, NotFoundError
     if it must exist and doesn't, StorageError if it can't be entered.
@@ -46,7 +44,7 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
         storage = S3Storage.at(url)
         if must_exist:
             storage.check_exists()
-        return follow_origin(storage)
+        return BranchedStorage(storage, open_storage)  # finds out when it matters
     path = _local_path(url)
     try:
         # Opened, not looked at: only that tells whether this user may read it.
@@ -64,18 +62,8 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
             f"{path}: can't be read: {e.strerror}; check the owner and mode of that folder "
             f"and of those above it"
         ) from e
-    return follow_origin(LocalStorage(path))
-
-
-def follow_origin(storage: Storage) -> Storage:
-    """The store itself; for the root of a branch that wasn't copied, one that also reads the source."""
-    try:
-        origin = decode(OriginRecord, storage.read(layout.ORIGIN), layout.ORIGIN)
-    except NotFoundError:
-        return storage
-    if origin.pin_id is None:
-        return storage
-    return BranchedStorage(storage, origin, lambda: open_storage(origin.source_url))
+    branched = BranchedStorage(LocalStorage(path), open_storage)
+    return branched if branched.origin else branched.own
 
 
 def _local_path(url: str) -> str:
