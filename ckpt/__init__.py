@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer, RestoreResult, SaveHandle
     from ckpt.config import CheckpointConfig
+    from ckpt.dcp import DcpReader, DcpWriter
     from ckpt.rng import RngState
     from ckpt.tree import PerRank
 
 __all__ = [
     "CheckpointConfig",
     "Checkpointer",
+    "DcpReader",
+    "DcpWriter",
     "PerRank",
     "RestoreResult",
     "RngState",
@@ -27,6 +30,8 @@ __all__ = [
 _HOME = {
     "CheckpointConfig": "ckpt.config",
     "Checkpointer": "ckpt.checkpointer",
+    "DcpReader": "ckpt.dcp",
+    "DcpWriter": "ckpt.dcp",
     "PerRank": "ckpt.tree",
     "RestoreResult": "ckpt.checkpointer",
     "RngState": "ckpt.rng",

@@ -45,12 +45,12 @@ class Catalog:
 
     def attempts(self) -> list[AttemptInfo]:
         """All attempts, oldest first."""
-        tree = self._tree()
+        tree = self.tree()
         return [tree.attempt(epoch) for epoch in sorted(tree.epochs)]
 
     def commits(self) -> list[CommitInfo]:
         """All commits, by rising epoch and step."""
-        tree = self._tree()
+        tree = self.tree()
         lineage = {(p.epoch, p.step): p for p in tree.lineage(strict=False)}
         latest, passed = self._newest(tree, list(lineage.values()), strict=False)
         known = {(c.ref.epoch, c.ref.step): c for c in (*passed, latest) if c is not None}
@@ -72,7 +72,7 @@ class Catalog:
 
         Raises UnsupportedFormatError if another version of the format began the newest attempt.
         """
-        tree = self._tree()
+        tree = self.tree()
         found = (tree.commit(place, "ancestor") for place in tree.lineage(strict=True))
         return [info for info in found if info is not None]
 
@@ -81,7 +81,7 @@ class Catalog:
 
         Raises UnsupportedFormatError rather than go back past a commit of another format version.
         """
-        tree = self._tree()
+        tree = self.tree()
         return self._newest(tree, tree.lineage(strict=True), strict=True)[0]
 
     def find(self, step: int, epoch: int | None = None) -> CommitInfo:
@@ -89,7 +89,7 @@ class Catalog:
 
         NotFoundError says which steps there are, and how to name an abandoned one.
         """
-        tree = self._tree()
+        tree = self.tree()
         lineage = tree.lineage(strict=True)
         place = next((p for p in lineage if p.step == step and epoch in (None, p.epoch)), None)
         status: CommitStatus = "ancestor"
@@ -116,11 +116,12 @@ class Catalog:
                 f"{key}: holds another commit than the one asked for: digest is "
                 f"{digest_of(data)}, expected {ref.digest}"
             )
-        if problem := self._tree().problem(Place(ref.epoch, ref.step, None), record, ref):
+        if problem := self.tree().problem(Place(ref.epoch, ref.step, None), record, ref):
             raise CorruptError(problem)
         return record
 
-    def _tree(self) -> Tree:
+    def tree(self) -> Tree:
+        """Attempts and commits as they are listed now."""
         try:
             run_id = self.run().run_id
         except (NotFoundError, CorruptError):

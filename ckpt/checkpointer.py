@@ -11,26 +11,25 @@ with Checkpointer("/data/run") as checkpointer:
 from __future__ import annotations
 
 import atexit
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt import commit
-from ckpt.config import CheckpointConfig, restart_count
-from ckpt.coordinator import Coordinator, Store
+from ckpt.config import CheckpointConfig
+from ckpt.coordinator import Store, describe, join
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
-from ckpt.errors import BadInputError, ConflictError, SaveError, SidestageError
-from ckpt.events import LogSink
+from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError
+from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
-from ckpt.persist import Persister, SaveSkipped, StagedSave, save_tag
+from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
+from ckpt.persist import Persister, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.prune import Pruner
 from ckpt.restore import OBJECTS_KIND
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.staging import Arena
@@ -40,40 +39,6 @@ from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.values import encode_value
 
 __all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
-
-
-@dataclass(frozen=True)
-class SaveHandle:
-    """One save. `staged` is done when the snapshot is fixed; `committed` when it is durable.
-
-    `committed.result()` is the commit's name, or raises why there is none. Nobody has to
-    look: failures are counted and reported anyway.
-    """
-
-    step: int
-    blocked_s: float
-    staged: Future[None]
-    committed: Future[CommitRef]
-
-
-@dataclass
-class SaveStats:
-    """Counts of this checkpointer's saves. Seconds are what save() kept the trainer waiting."""
-
-    commits: int = 0
-    failed: int = 0
-    skipped: int = 0
-    blocked_s: list[float] = field(default_factory=list)
-    last_commit: CommitRef | None = None
-    last_error: str | None = None
-
-    @property
-    def max_blocked_s(self) -> float:
-        return max(self.blocked_s, default=0.0)
-
-    @property
-    def blocked_s_total(self) -> float:
-        return sum(self.blocked_s)
 
 
 class Checkpointer:
@@ -106,18 +71,17 @@ class Checkpointer:
         self._config = config or CheckpointConfig()
         self._storage = open_storage(root) if isinstance(root, str) else root
         self._clock = clock or SystemClock()
-        self._sink = sink or LogSink()
-        self._coordinator = _join(self._storage.url, rank, world_size, store)
-        self.annotations = dict(annotations or {})
-        self.stats = SaveStats()
+        self._sink = GuardedSink(sink or LogSink())
+        self._coordinator = join(self._storage.url, rank, world_size, store)
+        self.annotations = _checked(annotations or {})
+        self._outcomes = Outcomes(self._config.raise_after_failures, self._sink)
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
+        self._pruner: Pruner | None = None  # on rank 0
         self._plan: RankPlan | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
         self._engine = Engine(arenas, self._config.when_busy, self._config.persist_nice)
-        self._lock = threading.Lock()  # stats are written by both threads
-        self._in_a_row = 0
         self._sequence = 0
         self._restores = 0
         self._last_step: int | None = None
@@ -127,6 +91,11 @@ class Checkpointer:
     @property
     def storage(self) -> Storage:
         return self._storage
+
+    @property
+    def stats(self) -> SaveStats:
+        """Counts of this checkpointer's saves."""
+        return self._outcomes.stats
 
     @property
     def attempt(self) -> AttemptRecord | None:
@@ -172,11 +141,13 @@ class Checkpointer:
             tag=f"restore/{self._restores}",
         )
         result = None
-        if not fresh:
-            result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
-        elif step is not None:
-            raise BadInputError("restore(): give step or fresh, not both")
-        self._begin_attempt(result.commit if result else None)
+        # An older attempt that is still alive must not prune what this one is about to continue.
+        with restorer.pins:
+            if not fresh:
+                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+            elif step is not None:
+                raise BadInputError("restore(): give step or fresh, not both")
+            self._begin_attempt(result.commit if result else None)
         return result
 
     def save(
@@ -187,17 +158,20 @@ class Checkpointer:
         When this returns the snapshot is complete: everything may be changed at once. It costs
         a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
 
-        Raises BadInputError for state that can't be stored (by key) or a step that isn't above
-        the last one; SaveError once `raise_after_failures` saves in a row have failed. Trouble
-        with storage never raises here: the handle carries it.
+        Raises BadInputError for state that can't be stored (by key), annotations that aren't
+        strings, or a step that isn't above the last one; SaveError once `raise_after_failures`
+        saves in a row have failed. Trouble with storage never raises here: the handle carries it.
         """
         started = self._clock.monotonic()
         self._check_open()
-        self._raise_by_policy()
+        self._outcomes.raise_by_policy()
+        if type(step) is not int or step < 0:
+            raise BadInputError(f"save(step={step!r}): give a whole number from 0 on")
         if self._last_step is not None and step <= self._last_step:
             raise BadInputError(
                 f"save(step={step}): the last one was step {self._last_step}; steps must rise"
             )
+        notes = _checked({**self.annotations, **(annotations or {})})
         if self._attempt is None:
             self._begin_unrestored()
         flat = flatten(state, self._coordinator.rank)
@@ -221,7 +195,7 @@ class Checkpointer:
             tensors=tensors,
             objects=objects,
             values_digest=digest_of(shared),
-            annotations={**self.annotations, **(annotations or {})},
+            annotations=notes,
             saved_at_s=self._clock.time(),
             deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
         )
@@ -230,7 +204,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until every save has ended; report failures by policy."""
         self._engine.drain(self._config.close_timeout_s)
-        self._raise_by_policy()
+        self._outcomes.raise_by_policy()
 
     def close(self) -> None:
         """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
@@ -242,7 +216,7 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._engine.close(self._config.close_timeout_s)
-        self._raise_by_policy()
+        self._outcomes.raise_by_policy()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -268,72 +242,44 @@ class Checkpointer:
             try:
                 ref = persister.persist(save)
             except BaseException as e:  # the thread must go on, whatever a save met
-                self._ended(save.step, committed, e)
+                self._outcomes.failed(save.step, committed, e)
             else:
-                self._ended(save.step, committed, ref)
+                self._outcomes.committed(save.step, committed, ref)
 
         def drop(why: str) -> None:
-            self._tell_skipped(save.sequence, why)
-            self._ended(save.step, committed, SaveSkipped(f"step {save.step}: skipped, {why}"))
+            self._give_up(save.step, save.sequence, committed, why)
 
-        self._engine.submit(Job(run, drop, arena))
-        return self._handle(save.step, started, committed)
+        def after() -> None:
+            self._prune(persister.settled, committed=committed.exception() is None)
+
+        self._engine.submit(Job(run, drop, arena, after))
+        return self._outcomes.staged(save.step, self._clock.monotonic() - started, committed)
+
+    def _prune(self, settled: int, *, committed: bool) -> None:
+        """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
+        if self._pruner is None:
+            return
+        uncommitted = self.stats.failed + self.stats.skipped
+        try:
+            done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
+            self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+        except Exception as e:
+            self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
     def _skip(self, step: int, started: float) -> SaveHandle:
-        why = f"{self._engine.pending} earlier saves are pending"
         committed: Future[CommitRef] = Future()
-        self._tell_skipped(self._sequence, why)
-        self._ended(step, committed, SaveSkipped(f"step {step}: skipped, {why}"))
-        return self._handle(step, started, committed)
+        why = f"{self._engine.pending} earlier saves are pending"
+        self._give_up(step, self._sequence, committed, why)
+        return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
 
-    def _tell_skipped(self, sequence: int, why: str) -> None:
-        """The other ranks must not wait for this one until the deadline."""
-        message = {"error": "SaveSkipped", "message": why}
+    def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
+        """End a save without writing it, on all ranks: nobody must wait for this one."""
+        error = SaveSkippedError(f"step {step}: skipped, {why}")
         if self._coordinator.rank == 0:
-            self._coordinator.announce(save_tag(sequence), message)
+            self._coordinator.announce(save_tag(sequence), describe(error))
         else:
-            self._coordinator.post(save_tag(sequence), message)
-
-    def _handle(self, step: int, started: float, committed: Future[CommitRef]) -> SaveHandle:
-        staged: Future[None] = Future()
-        staged.set_result(None)
-        blocked_s = self._clock.monotonic() - started
-        with self._lock:
-            self.stats.blocked_s.append(blocked_s)
-        self._sink.emit("save_staged", step=step, blocked_s=blocked_s)
-        return SaveHandle(step, blocked_s, staged, committed)
-
-    def _ended(
-        self, step: int, committed: Future[CommitRef], outcome: CommitRef | BaseException
-    ) -> None:
-        """Count a save's end once, tell the sink, and resolve its future last."""
-        with self._lock:
-            if isinstance(outcome, CommitRef):
-                self.stats.commits += 1
-                self.stats.last_commit = outcome
-                self._in_a_row = 0
-            elif isinstance(outcome, SaveSkipped):
-                self.stats.skipped += 1
-            else:
-                self.stats.failed += 1
-                self._in_a_row += 1
-                self.stats.last_error = f"step {step}: {outcome}"
-        if isinstance(outcome, CommitRef):
-            self._sink.emit("save_committed", step=step, epoch=outcome.epoch)
-            committed.set_result(outcome)
-            return
-        name = "save_skipped" if isinstance(outcome, SaveSkipped) else "save_failed"
-        self._sink.emit(name, step=step, error=str(outcome))
-        committed.set_exception(outcome)
-
-    def _raise_by_policy(self) -> None:
-        limit = self._config.raise_after_failures
-        with self._lock:
-            in_a_row, last = self._in_a_row, self.stats.last_error
-            if limit is None or in_a_row < limit:
-                return
-            self._in_a_row = 0  # reported once
-        raise SaveError(f"{in_a_row} saves in a row failed, the last one at {last}")
+            self._coordinator.post(save_tag(sequence), describe(error))
+        self._outcomes.failed(step, committed, error)
 
     def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
         """(canonical shared values, the sealed document of all of this rank's values)."""
@@ -376,6 +322,8 @@ class Checkpointer:
         """Claim an epoch for all ranks, and start to be able to commit."""
 
         def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            if not self._storage.probe():
+                self._sink.emit("single_writer_only", root=self._storage.url)
             run = commit.open_run(self._storage, self._clock)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
@@ -393,6 +341,10 @@ class Checkpointer:
         self._persister = Persister(
             self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
         )
+        if self._coordinator.rank == 0:
+            self._pruner = Pruner(
+                self._storage, self._config.retention, self._clock, epoch=self._attempt.epoch
+            )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
 
     def _check_open(self) -> None:
@@ -405,23 +357,10 @@ class Checkpointer:
             self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
 
 
-def _join(url: str, rank: int | None, world_size: int | None, store: Store | None) -> Coordinator:
-    """Find this process's place among the ranks, and a namespace that all of them agree on."""
-    initialised = dist.is_available() and dist.is_initialized()
-    if rank is None:
-        rank = dist.get_rank() if initialised else 0
-    if world_size is None:
-        world_size = dist.get_world_size() if initialised else 1
-    if not 0 <= rank < world_size:
-        raise BadInputError(f"rank {rank} is outside [0, {world_size})")
-    if world_size == 1:
-        return Coordinator(rank, world_size, None, "")
-    if store is None and initialised:
-        # Not public, but the only way to the job's store; `store=` avoids it.
-        store = cast(Store, dist.distributed_c10d._get_default_store())
-    if store is None:
-        return Coordinator(rank, world_size, None, "")  # raises, with what to do
-    # A launcher may keep one store over restarts: keys of an earlier life must not be read.
-    base = f"sidestage/{digest_of(url.encode())[-8:]}/{restart_count()}"
-    # Each rank counts its own checkpointers: the n-th on every rank belong together.
-    return Coordinator(rank, world_size, store, f"{base}/{store.add(f'{base}/{rank}', 1)}/")
+def _checked(annotations: Mapping[str, str]) -> dict[str, str]:
+    """A copy of annotations that a commit record can hold: anything else would make it unreadable."""
+    for key, note in annotations.items():
+        if type(key) is not str or type(note) is not str:
+            raise BadInputError(f"annotations: {key!r}: {note!r}: only strings are kept")
+        encode_value({key: note}, "annotations")
+    return dict(annotations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -26,6 +26,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class KeepBest:
+    """Keep the `count` commits whose annotation `metric` is the smallest ("min") or largest ("max")."""
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise BadInputError("keep_best: name the annotation that holds the metric")
+        if not _fits(self.count, int) or self.count < 1:
+            raise BadInputError(f"keep_best: count = {self.count!r}: give 1 or more")
+        if self.mode not in ("min", "max"):
+            raise BadInputError(f"keep_best: mode = {self.mode!r}: use min or max")
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Which commits to keep: those that any rule names. Without a rule, all of them.
+
+    keep_last: the newest so many. keep_every: those whose step is a multiple of it.
+    keep_best: the best by a metric. The newest one that verifies is kept whatever the rules.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (not _fits(value, int) or value < 1):
+                raise BadInputError(
+                    f"{name} = {value!r}: give 1 or more, or leave it out; without any keep_ rule "
+                    f"everything is kept"
+                )
+
+    @property
+    def keeps_all(self) -> bool:
+        return self == RetentionPolicy()
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """How to save.
 
@@ -41,6 +84,8 @@ class CheckpointConfig:
     raise_after_failures: raise from the next save() or close() once so many saves in a row
         have failed; None never raises, failures are then only counted and reported.
     persist_nice: niceness of the persist thread. It gives way to training but isn't starved.
+    keep_last, keep_every, keep_best: what rank 0 keeps after each commit, see RetentionPolicy;
+        all None keeps everything.
     """
 
     chunk_bytes: int = 16 * MIB
@@ -52,6 +97,9 @@ class CheckpointConfig:
     close_timeout_s: float = 600.0
     raise_after_failures: int | None = None
     persist_nice: int = 10
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         hints = get_type_hints(CheckpointConfig)
@@ -84,6 +132,11 @@ class CheckpointConfig:
             raise BadInputError(
                 f"raise_after_failures = {self.raise_after_failures}: give 1 or more, or leave it out"
             )
+        _ = self.retention  # refuses what isn't a policy
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        return RetentionPolicy(self.keep_last, self.keep_every, self.keep_best)
 
 
 @dataclass(frozen=True)
@@ -162,9 +215,13 @@ def s3_settings() -> S3Settings:
 
 
 def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build a flat settings dataclass from a table, refusing unknown keys and wrong types by name."""
+    """Build a settings dataclass from a table, refusing unknown keys and wrong types by name.
+
+    A field that is a dataclass itself takes a table of its own.
+    """
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     hints = get_type_hints(kind)
+    values = {k: _nested(v, hints.get(k), f"{where}: {k}") for k, v in values.items()}
     for key, value in values.items():
         if key not in known:
             raise BadInputError(
@@ -176,6 +233,15 @@ def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         return kind(**values)
     except TypeError as e:
         raise BadInputError(f"{where}: {e}") from e
+
+
+def _nested(value: Any, hint: Any, where: str) -> Any:
+    """A table as the settings dataclass that its field wants; other values as they are."""
+    if isinstance(value, dict):
+        for kind in (hint, *get_args(hint)):
+            if isinstance(kind, type) and is_dataclass(kind):
+                return dataclass_from(kind, value, where)
+    return value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -214,6 +280,14 @@ def trust_file() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sidestage" / "trusted-code"
+
+
+def spool_folder() -> Path:
+    """Where this host keeps what is on its way to a store: $SIDESTAGE_SPOOL_DIR, else a cache folder."""
+    if named := os.environ.get("SIDESTAGE_SPOOL_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sidestage" / "spool"
 
 
 def restart_count() -> int:

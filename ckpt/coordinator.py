@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
 from ckpt import errors
+from ckpt.config import restart_count
+from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, DeadlineError, SidestageError, StorageError
 
 
@@ -105,8 +107,8 @@ class Coordinator:
             return answer["result"]
         try:
             result = rule(self.collect(tag, mine, timeout_s))
-        except SidestageError as e:
-            self.announce(tag, describe(e))
+        except Exception as e:
+            self.announce(tag, describe(e))  # the others must not wait for a rank that gave up
             raise
         self.announce(tag, {"result": result})
         return result
@@ -152,6 +154,31 @@ class Coordinator:
             except RuntimeError:
                 # A store that can't delete, or is gone: this is only housekeeping.
                 return
+
+
+def join(url: str, rank: int | None, world_size: int | None, store: Store | None) -> Coordinator:
+    """This process's place among the ranks; what isn't given is taken from torch.distributed.
+
+    Checkpointers of different roots (`url`) don't hear each other.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if initialised else 0
+    if world_size is None:
+        world_size = dist.get_world_size() if initialised else 1
+    if not 0 <= rank < world_size:
+        raise BadInputError(f"rank {rank} is outside [0, {world_size})")
+    if world_size == 1:
+        return Coordinator(rank, world_size, None, "")
+    if store is None and initialised:
+        # Not public, but the only way to the job's store; `store=` avoids it.
+        store = cast(Store, dist.distributed_c10d._get_default_store())
+    if store is None:
+        return Coordinator(rank, world_size, None, "")  # raises, with what to do
+    # A launcher may keep one store over restarts: keys of an earlier life must not be read.
+    base = f"sidestage/{digest_of(url.encode())[-8:]}/{restart_count()}"
+    # Each rank counts its own checkpointers: the n-th on every rank belong together.
+    return Coordinator(rank, world_size, store, f"{base}/{store.add(f'{base}/{rank}', 1)}/")
 
 
 def describe(error: BaseException) -> dict[str, Any]:

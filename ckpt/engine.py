@@ -15,18 +15,21 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ckpt.config import WhenBusy
-from ckpt.errors import DeadlineError
 
 Slot = TypeVar("Slot")
 
 
 @dataclass
 class Job(Generic[Slot]):
-    """Work for the persist thread: `run` never raises; `drop` ends it without running."""
+    """Work for the persist thread. None of the three raises.
+
+    `run` does it; `drop` ends it without running; `after` comes when the slot is free again.
+    """
 
     run: Callable[[], None]
     drop: Callable[[str], None]
     slot: Slot
+    after: Callable[[], None] = lambda: None
 
 
 class Engine(Generic[Slot]):
@@ -50,7 +53,10 @@ class Engine(Generic[Slot]):
         self._thread.start()
 
     def acquire(self, timeout_s: float) -> Slot | None:
-        """A free slot by policy: wait for one, take the newest waiting job's, or None to skip."""
+        """A free slot by policy: wait for one, take the newest waiting job's, or None.
+
+        None also when waiting took longer than `timeout_s`.
+        """
         with self._changed:
             if not self._free and self._when_busy == "coalesce" and self._queue:
                 job = self._queue.pop()
@@ -59,10 +65,7 @@ class Engine(Generic[Slot]):
             if not self._free and self._when_busy == "skip":
                 return None
             if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
-                raise DeadlineError(
-                    f"no earlier save ended within {timeout_s:g} s; storage is slower than the interval "
-                    f"between saves: save less often, or set when_busy to 'skip'"
-                )
+                return None
             return self._free.popleft()
 
     def release(self, slot: Slot) -> None:
@@ -111,6 +114,9 @@ class Engine(Generic[Slot]):
                 self._running = 1
             job.run()
             with self._changed:
-                self._running = 0
                 self._free.append(job.slot)
+                self._changed.notify_all()
+            job.after()
+            with self._changed:
+                self._running = 0
                 self._changed.notify_all()

@@ -9,6 +9,7 @@
     ├── StorageError                  exit 6   the store failed or refused: retry, or mend it
     │   └── DeadlineError             exit 6   it took longer than allowed
     └── SaveError                     exit 7   a checkpoint was not committed; training may go on
+        └── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
 
 Every message names the key, the numbers and the next step, in one line.
 """
@@ -64,3 +65,7 @@ class SaveError(SidestageError):
     """A save ended without a commit. The previous commit is untouched."""
 
     exit_code = 7
+
+
+class SaveSkippedError(SaveError):
+    """A save was given up by policy, on some rank, before it was written."""

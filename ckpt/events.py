@@ -8,7 +8,16 @@ from typing import Any
 
 _log = logging.getLogger("sidestage")
 
-_WARN = frozenset({"save_failed", "save_skipped", "checkpoint_set_aside", "not_restored"})
+_WARN = frozenset(
+    {
+        "save_failed",
+        "save_skipped",
+        "checkpoint_set_aside",
+        "not_restored",
+        "prune_failed",
+        "single_writer_only",
+    }
+)
 
 
 class LogSink:
@@ -42,3 +51,16 @@ class TeeSink:
     def emit(self, name: str, /, **fields: Any) -> None:
         for sink in self._sinks:
             sink.emit(name, **fields)
+
+
+class GuardedSink:
+    """Passes events on, and keeps a sink that raises from harming a save."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def emit(self, name: str, /, **fields: Any) -> None:
+        try:
+            self._inner.emit(name, **fields)
+        except Exception:
+            _log.exception("the event sink failed at %s; the save goes on", name)

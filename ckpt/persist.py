@@ -7,7 +7,7 @@ posts its name; rank 0 commits when all are in and tells the others how it ended
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ from ckpt.commit import check_not_superseded, write_commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
 from ckpt.digest import digest_of
-from ckpt.errors import BadInputError, CorruptError, SaveError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    SaveError,
+    SaveSkippedError,
+    SidestageError,
+)
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
 from ckpt.plan import RankPlan, StagedPlanner
@@ -26,6 +32,8 @@ from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, FileEntry
 from ckpt.values import decode_value
 from ckpt.writer import ChunkWriter, Placement
+
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,6 @@ class StagedSave:
     deadline_s: float
 
 
-class SaveSkipped(SaveError):  # noqa: N818 - an outcome, reported as an error by the handle
-    """A rank gave this save up because its queue was full."""
-
-
 class Persister:
     """Carries staged saves to their commit, one at a time."""
 
@@ -70,6 +74,9 @@ class Persister:
         self._clock = clock
         self._parent = attempt.parent
         self._heard: list[str] = []
+        # On rank 0: the last save that has ended on every rank. What an earlier or this one left
+        # unlisted is garbage.
+        self.settled = 0
 
     def persist(self, save: StagedSave) -> CommitRef:
         """Write this rank's part and see the save to its commit on all ranks.
@@ -85,7 +92,8 @@ class Persister:
             report = describe(SaveError(f"{type(e).__name__}: {e}"))
         if self._coordinator.rank != 0:
             self._coordinator.post(tag, report)
-            outcome = self._coordinator.hear(tag, self._left_s(save))
+            # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
+            outcome = self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
         else:
             outcome = self._commit(save, tag, report)
             self._coordinator.announce(tag, outcome)
@@ -94,8 +102,6 @@ class Persister:
             while len(self._heard) > 2:
                 self._coordinator.forget(self._heard.pop(0))
         if "error" in outcome:
-            if outcome["error"] == "SaveSkipped":
-                raise SaveSkipped(str(outcome["message"]))
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
         return self._parent
@@ -128,13 +134,16 @@ class Persister:
         """Rank 0: wait for all receipts, commit, and say how it ended."""
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
+            # A rank that skips tells so at once, while its thread may still write an earlier save.
+            if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
+                self.settled = save.sequence
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
             entries = tuple(FileEntry(**r) for r in reports)
             receipts = [self._receipt(e) for e in entries]
             self._check(save, receipts)
-            check_not_superseded(self._storage, self._attempt.epoch)
+            check_not_superseded(self._storage, self._attempt)
             ref = write_commit(self._storage, self._record(save, entries, receipts))
         except SidestageError as e:
             return describe(e)
@@ -206,8 +215,3 @@ class Persister:
 def save_tag(sequence: int) -> str:
     """Key of one save in the job's store. Every rank counts its save() calls alike."""
     return f"save/{sequence}"
-
-
-def without_arena(save: StagedSave) -> StagedSave:
-    """The record of a save without its memory, to keep after the arena went back."""
-    return replace(save, tensors=[])

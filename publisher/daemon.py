@@ -57,6 +57,7 @@ class Daemon:
         self._publisher: Publisher | None = None
         self._failures = 0
         self._refused: dict[Source, tuple[int, float]] = {}
+        self._done: tuple[object, ...] | None = None
         self._told: set[str] = set()
 
     def run(self) -> None:
@@ -91,29 +92,41 @@ class Daemon:
         return outcome
 
     def _publish_newest(self, publisher: Publisher) -> Outcome | None:
-        for info in publisher.catalog.commits():
+        state = publisher.root_state()
+        if state == self._done:
+            return None  # nothing came since all was done: no record need be read again
+        self._done = None
+        commits = publisher.catalog.commits()
+        for info in commits:
             if info.record is None:
                 self._tell_once("commit_corrupt", f"step {info.ref.step}: {info.problem}")
-        candidates = publisher.candidates()
-        for skipped, info in enumerate(candidates):
+        candidates = publisher.candidates(commits)
+        outcome, waiting = None, False
+        for tried, info in enumerate(candidates):
             assert info.record is not None
             source = source_of(info.record, info.ref)
+            if publisher.given_up(source):
+                continue
             attempts, not_before = self._refused.get(source, (0, 0.0))
             if attempts and self._clock.monotonic() < not_before:
+                waiting = True
                 continue
-            if skipped and self._wait(0.0):
+            if tried and self._wait(0.0):
                 return None
             try:
                 outcome = publisher.publish(info, "newest commit")
             except GateError:
+                waiting = True
                 pause_s = self._pace.backoff_s(attempts + 1)
                 self._refused[source] = (attempts + 1, self._clock.monotonic() + pause_s)
                 continue
-            if older := len(candidates) - skipped - 1:
+            if older := len(candidates) - tried - 1:
                 self._sink.emit("commits_skipped", count=older, before_step=source.step)
+            break
+        if not waiting:
+            self._done = state
             self._refused.clear()
-            return outcome
-        return None
+        return outcome
 
     def _failed(self, error: SidestageError) -> None:
         self._failures += 1

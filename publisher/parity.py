@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class ParityCheck(Protocol):
     """Gives the largest absolute error of a version on its golden request."""
 
-    def __call__(self, registry: Registry, manifest: VersionManifest) -> float: ...
+    def __call__(self, registry: Registry, manifest: VersionManifest, /) -> float: ...
 
 
 def parity_in_process(
@@ -61,8 +61,8 @@ def parity_in_fresh_process(trust: TrustList, timeout_s: float = 600.0) -> Parit
     """The same in a process of its own, killed after `timeout_s` seconds."""
 
     def check(registry: Registry, manifest: VersionManifest) -> float:
-        package_root = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        # Where this process finds its modules, in the same order, and never the current folder.
+        path = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).resolve().parents[1])])
         env = {**os.environ, "PYTHONPATH": path, "SIDESTAGE_TRUST_FILE": str(trust.path)}
         try:
             done = subprocess.run(
@@ -104,7 +104,8 @@ def _read_answer(done: subprocess.CompletedProcess[bytes]) -> float:
     if done.returncode == StorageError.exit_code:
         raise StorageError(f"golden parity: {last}")
     if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
+        number = -done.returncode
+        name = next((s.name for s in signal.Signals if s == number), f"signal {number}")
         raise GateError(
             "golden_parity", f"the process that loaded the version died of {name}: {last}"
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.errors import NotFoundError, SidestageError
 from ckpt.events import LogSink
@@ -81,19 +82,21 @@ class Publisher:
         self._clock = builder.registry.clock
         self._sink = sink or LogSink()
 
-    def candidates(self) -> list[CommitInfo]:
-        """Commits of the lineage that would go live by themselves, newest first.
+    def root_state(self) -> tuple[object, ...]:
+        """Changes when a commit or an attempt comes or goes; costs two listings."""
+        found = [o for p in (layout.ATTEMPTS, layout.COMMITS) for o in self._root.list(p)]
+        return tuple((o.key, o.etag) for o in found)
 
-        Those that were given up are left out.
-        """
+    def candidates(self, commits: list[CommitInfo]) -> list[CommitInfo]:
+        """Commits of the lineage that would go live by themselves, newest first."""
         live = self.registry.live()
         found = []
-        for info in self.catalog.commits():
+        for info in commits:
             # A corrupt one with a record is tried, so that the digests gate puts it on record.
             if info.status == "abandoned" or info.record is None:
                 continue
             source = source_of(info.record, info.ref)
-            if self.registry.is_newer(source, live) and not self.given_up(source):
+            if self.registry.is_newer(source, live):
                 found.append((source.order, info))
         return [info for _, info in sorted(found, key=lambda pair: pair[0], reverse=True)]
 

@@ -13,19 +13,25 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "layout", "trust", "values"},
-    {"manifest"},
+    {"command", "digest", "events", "findings", "formats", "layout", "trust", "values"},
+    {"machine", "manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
-    {"lineage", "verify"},
-    {"catalog"},
+    {"lineage", "pins", "verify"},
+    {"catalog", "retention"},
+    {"survey"},
+    {"prune"},
+    {"branch", "doctor"},
     {"tree"},
-    {"commit", "coordinator", "plan", "restore", "rng", "staging", "target", "writer"},
-    {"engine", "export", "persist", "restorer"},
-    {"checkpointer"},
+    {
+        *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
+        *("target", "writer"),
+    },
+    {"engine", "export", "persist", "receipts", "restorer"},
+    {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:8])
+NO_TORCH = set().union(*CKPT[: next(n for n, layer in enumerate(CKPT) if "tree" in layer)])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),

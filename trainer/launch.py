@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ckpt.config import restart_count
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, SidestageError
 from trainer.config import agent_store_address, launched_place
 
 
@@ -47,15 +49,39 @@ def joined(device: str) -> Iterator[Place]:
         dist.init_process_group(backend)
     try:
         yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
+    except RuntimeError as e:
+        if not lost_a_peer(e):
+            raise
+        raise SidestageError(
+            f"rank {rank} lost its connection to another rank, which has probably ended; look for the "
+            f"first error among the ranks ({str(e).splitlines()[0][:160]})"
+        ) from e
     finally:
         dist.destroy_process_group()
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Did a collective fail because another rank went away? Gloo says so only in words."""
+    if isinstance(error, dist.DistError):
+        return True
+    said = str(error).lower()
+    return "gloo" in said and any(w in said for w in ("connection", "timed out", "read error"))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy, equally on every rank."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _store_of_this_life(host: str, port: int) -> Any:
     """The agent's store, with the keys of this restart apart from those of earlier ones.
 
     torchrun keeps one store over all restarts and torch 2.13 puts every life's keys in the same
-    place: a rank that starts first then reads the addresses of dead peers, and the job hangs.
+    place: a rank that starts first then reads the addresses of dead peers, and the job fails or
+    hangs (pytorch#135712). Where several nodes restart at different counts, start torchrun with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead: each life then has a store of its own.
     """
     return _PREFIX_STORE(f"restart-{restart_count()}", _TCP_STORE(host, port, is_master=False))
 

@@ -19,7 +19,7 @@ from trainer.config import TrainConfig
 from trainer.description import ServedModel, export_description
 from trainer.evaluate import progress, score
 from trainer.fault import kill_if_due
-from trainer.launch import Place, joined
+from trainer.launch import Place, joined, seed_generators
 from trainer.metrics import auc
 from trainer.model import KernelCounters, Training, build_training, scorer_of, to_batch
 from trainer.movielens import SINGLE_FEATURES, MovieLens, item_mean_scores, load_movielens
@@ -53,7 +53,7 @@ def train(config: TrainConfig, say: Say = print) -> dict[str, Any]:
     with joined(config.run.device) as place:
         folder = Path(config.data.folder) if config.data.folder else None
         data = load_movielens(folder)
-        torch.manual_seed(config.run.seed)
+        seed_generators(config.run.seed)
         training = build_training(config.model, data.rows, place.device, place.world_size)
         reader = BatchReader(
             len(data.train),

@@ -182,6 +182,19 @@ def test_another_world_size_needs_elastic_and_names_what_stays() -> None:
         assert pos == {"next": -1}
 
 
+def test_another_world_size_adds_no_per_rank_parts_to_a_state_without_them() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": torch.ones(3), "pos": PerRank({"next": r})}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        state = {"w": torch.zeros(3)}
+        with Checkpointer(storage, **place) as c:
+            c.restore(state, elastic=True)
+        return sorted(state)
+
+    assert values(on_ranks(3, body)) == [["w"]] * 3
+
+
 def test_a_state_that_fits_one_rank_only_is_refused_on_all_and_changes_nothing() -> None:
     storage = MemoryStorage()
     values(save_one(storage, lambda r: {"w": PerRank(torch.ones(3))}))
@@ -232,3 +245,27 @@ def test_corrupt_error_of_opening_reaches_all_ranks() -> None:
 
     for r in on_ranks(2, body):
         assert isinstance(r, CorruptError)
+
+
+def test_each_rank_gets_its_own_optimizer_back_before_its_first_step() -> None:
+    def job(rank: int) -> torch.optim.Optimizer:
+        w = torch.nn.Parameter(torch.full((2,), float(rank)))
+        return torch.optim.Adam([w])
+
+    def stepped(rank: int) -> torch.optim.Optimizer:
+        optimizer = job(rank)
+        optimizer.param_groups[0]["params"][0].grad = torch.full((2,), rank + 1.0)
+        optimizer.step()
+        return optimizer
+
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"o": PerRank(stepped(r))}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        optimizer = job(rank)
+        with Checkpointer(storage, **place) as c:
+            c.restore({"o": PerRank(optimizer)})
+        return optimizer.state_dict()["state"][0]["exp_avg"]
+
+    for rank, moment in enumerate(values(on_ranks(2, body))):
+        assert torch.equal(moment, stepped(rank).state_dict()["state"][0]["exp_avg"])

@@ -148,8 +148,11 @@ def check_rollback(stage: Stage, at: int) -> dict[str, Any] | None:
     """Die in a rollback from step 2; the next publisher leaves what came of it."""
     root = stage.copy(f"rollback-{at}")
     stage.publish(root)
-    back = Reason("x", "test")
-    if not stage.die_in(root, lambda s: Registry(s).rollback(None, back) and None, at):
+
+    def roll_back(storage: Any) -> None:
+        Registry(storage).rollback(None, Reason("x", "test"))
+
+    if not stage.die_in(root, roll_back, at):
         return None
     live_after_kill = stage.served(root)
     stage.publish(root)

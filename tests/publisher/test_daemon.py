@@ -187,6 +187,17 @@ def test_a_restart_does_not_forget_the_attempts(bench: Bench) -> None:
     assert len(bench.registry.refusals()) == 3
 
 
+def test_nothing_new_costs_no_reading(trust: TrustList) -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    bench = make_bench(faulty, trust)
+    for step in (1, 2, 3):
+        bench.run.commit(step, random_tensors(step))
+    before: list[int] = []
+    run_daemon(bench, *[lambda: before.append(len(faulty.calls))] * 4)
+    assert [op for op, _ in faulty.calls[before[1] :]] == ["list", "list"] * 3
+    assert live_steps(bench) == [3]
+
+
 def test_storage_failures_are_retried_with_growing_waits(trust: TrustList) -> None:
     faulty = FaultyStorage(MemoryStorage())
     bench = make_bench(faulty, trust)

@@ -30,7 +30,7 @@ class Tables:
                 data.extend(piece)
 
         out = DigestingWriter(Sink(), "xxh3-128")
-        self.offsets = {}
+        self.offsets: dict[str, int] = {}
         for f in spec.features:
             if f.table_fqn in self.offsets:
                 continue

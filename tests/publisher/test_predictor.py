@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+import time
 
 import pytest
 import torch
@@ -97,6 +97,15 @@ def test_a_named_version_stays(bench: Bench) -> None:
     assert predictor.version == 1
     with pytest.raises(NotFoundError, match="no version 7 here; the newest are: 1, 2"):
         open_predictor(bench, 7)
+
+
+def test_d59_a_restarted_host_asks_the_pointer(bench: Bench) -> None:
+    publish_stamped(bench, 1)
+    assert open_predictor(bench).version == 1
+    publish_stamped(bench, 2)
+    assert open_predictor(bench).version == 2
+    bench.registry.rollback(None, WHY)
+    assert open_predictor(bench).version == 1
 
 
 def test_nothing_to_load(bench: Bench, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -251,7 +260,8 @@ def test_d56_hot_swap_under_load(local_bench: Bench) -> None:
     """Twenty swaps while threads ask: no error, every answer wholly of one version, none backwards."""
     publish_stamped(local_bench, 1)
     predictor = open_predictor(local_bench)
-    stop, errors = threading.Event(), []
+    stop = threading.Event()
+    errors: list[Exception] = []
     answered = [0] * 3
 
     def ask(thread: int) -> None:
@@ -277,8 +287,7 @@ def test_d56_hot_swap_under_load(local_bench: Bench) -> None:
         for step in range(2, 22):
             publish_stamped(local_bench, step)
             assert predictor.refresh()
-            so_far = sum(answered)
-            wait_until(lambda so_far=so_far: sum(answered) > so_far or bool(errors))
+            wait_for_answers(answered, errors)
     finally:
         stop.set()
         for t in threads:
@@ -287,12 +296,11 @@ def test_d56_hot_swap_under_load(local_bench: Bench) -> None:
     assert predictor.version == 21
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    from time import monotonic
-
-    deadline = monotonic() + 30
-    while not true():
-        assert monotonic() < deadline
+def wait_for_answers(answered: list[int], errors: list[Exception]) -> None:
+    """Until there is another answer, or an error."""
+    before, deadline = sum(answered), time.monotonic() + 30
+    while sum(answered) == before and not errors:
+        assert time.monotonic() < deadline
         threading.Event().wait(0.001)
 
 

@@ -82,7 +82,7 @@ def test_numbers_of_dead_publishers_are_never_reused(registry: Registry) -> None
 def test_racing_claims_get_different_numbers(registry: Registry) -> None:
     got: list[int] = []
     threads = [
-        threading.Thread(target=lambda n=n: got.append(registry.claim(source(n), "x")))  # type: ignore[misc]
+        threading.Thread(target=lambda n=n: got.append(registry.claim(source(n), "x")))
         for n in range(8)
     ]
     for t in threads:

@@ -228,7 +228,7 @@ def test_a_request_in_flight_is_finished_when_the_server_stops(bench: Bench) -> 
             assert go_on.wait(DEADLINE_S)
             return answer(*args)
 
-        predictor.predict_with = slow  # type: ignore[method-assign]
+        predictor.predict_with = slow  # type: ignore[method-assign, assignment]
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(run.infer(GOLDEN)))
         asking.start()

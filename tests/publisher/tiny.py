@@ -47,6 +47,7 @@ class Dense(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.over = torch.nn.Linear(3 + 6, 1)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> tuple[torch.Tensor, ...]:

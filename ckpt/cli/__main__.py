@@ -1,0 +1,5 @@
+"""`python -m ckpt.cli` is the `ckpt` command."""
+
+from ckpt.cli import main
+
+main()

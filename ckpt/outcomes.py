@@ -1,0 +1,115 @@
+"""How saves ended: handles, counts, and the policy by which failures are reported."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ckpt.errors import SaveError, SaveSkippedError
+from ckpt.types import CommitRef, EventSink
+
+
+@dataclass(frozen=True)
+class SaveHandle:
+    """One save. `staged` is done when the snapshot is fixed; `committed` when it is durable.
+
+    `committed.result()` is the commit's name, or raises why there is none. Nobody has to
+    look: failures are counted and reported anyway.
+    """
+
+    step: int
+    blocked_s: float
+    staged: Future[None]
+    committed: Future[CommitRef]
+
+
+@dataclass
+class SaveStats:
+    """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting.
+
+    On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
+    couldn't do all they should have.
+    """
+
+    commits: int = 0
+    failed: int = 0
+    skipped: int = 0
+    pruned: int = 0
+    prune_failed: int = 0
+    blocked_s: list[float] = field(default_factory=list)
+    last_commit: CommitRef | None = None
+    last_error: str | None = None
+
+    @property
+    def max_blocked_s(self) -> float:
+        return max(self.blocked_s, default=0.0)
+
+    @property
+    def blocked_s_total(self) -> float:
+        return sum(self.blocked_s)
+
+
+class Outcomes:
+    """Counts each save's end once, on whatever thread it ends.
+
+    Args:
+        raise_after: so many failures in a row are an error for the trainer; None: never.
+        sink: told of every end. Must not raise.
+    """
+
+    def __init__(self, raise_after: int | None, sink: EventSink) -> None:
+        self.stats = SaveStats()
+        self._raise_after = raise_after
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+
+    def staged(self, step: int, blocked_s: float, committed: Future[CommitRef]) -> SaveHandle:
+        """save() has done its part."""
+        staged: Future[None] = Future()
+        staged.set_result(None)
+        with self._lock:
+            self.stats.blocked_s.append(blocked_s)
+        self._sink.emit("save_staged", step=step, blocked_s=blocked_s)
+        return SaveHandle(step, blocked_s, staged, committed)
+
+    def committed(self, step: int, committed: Future[CommitRef], ref: CommitRef) -> None:
+        with self._lock:
+            self.stats.commits += 1
+            self.stats.last_commit = ref
+            self._in_a_row = 0
+        self._sink.emit("save_committed", step=step, epoch=ref.epoch)
+        committed.set_result(ref)
+
+    def failed(self, step: int, committed: Future[CommitRef], error: BaseException) -> None:
+        """The save has no commit: by policy (SaveSkippedError), or because something failed."""
+        skipped = isinstance(error, SaveSkippedError)
+        with self._lock:
+            if skipped:
+                self.stats.skipped += 1
+            else:
+                self.stats.failed += 1
+                self.stats.last_error = f"step {step}: {error}"
+                self._in_a_row += 1
+        self._sink.emit("save_skipped" if skipped else "save_failed", step=step, error=str(error))
+        committed.set_exception(error)
+
+    def pruned(self, steps: list[int], problems: list[str]) -> None:
+        """Retention has run; what it couldn't do is tried again after the next save."""
+        with self._lock:
+            self.stats.pruned += len(steps)
+            self.stats.prune_failed += bool(problems)
+        if steps:
+            self._sink.emit("pruned", steps=steps)
+        if problems:
+            self._sink.emit("prune_failed", error=problems[0], problems=len(problems))
+
+    def raise_by_policy(self) -> None:
+        """SaveError if too many saves in a row have failed; each series is reported once."""
+        with self._lock:
+            in_a_row, last = self._in_a_row, self.stats.last_error
+            if self._raise_after is None or in_a_row < self._raise_after:
+                return
+            self._in_a_row = 0
+        raise SaveError(f"{in_a_row} saves in a row failed, the last one at {last}")

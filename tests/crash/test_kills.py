@@ -1,0 +1,67 @@
+"""Real processes, real SIGKILLs: the latest checkpoint is right whatever was being written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import Checkpointer
+from ckpt.catalog import Catalog
+from ckpt.storage.local import LocalStorage
+from ckpt.verify import verify_commit
+from tests.crash.saver import STATE_SIZE, state
+
+pytestmark = pytest.mark.crash
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def start(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.crash.saver", *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_d47_killed_at_each_storage_operation_it_resumes_from_what_was_committed(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    acknowledged = 0
+    # Every operation of the first saves: run record, attempt, data, index, objects, receipt, commit.
+    for nth in (1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 14, 16, 23):
+        done = start("die", str(root), str(nth))
+        assert done.returncode == -9, done.stderr
+        acknowledged = max([acknowledged, *map(int, done.stdout.split())])
+        storage = LocalStorage(root)
+        latest = Catalog(storage).latest()
+        found = latest.ref.step if latest else 0
+        assert found in (acknowledged, acknowledged + 1), "the acknowledged one, or one just made"
+        acknowledged = found
+        if latest is not None:
+            assert latest.record is not None
+            assert verify_commit(storage, latest.record, level="full").ok
+    now = state(0)
+    with Checkpointer(str(root)) as c:
+        result = c.restore(now)
+        assert result is not None
+        assert result.step == now["step"] == acknowledged > 0
+        assert torch.equal(now["t"], torch.full((STATE_SIZE,), float(acknowledged)))
+        c.save(acknowledged + 1, state(acknowledged + 1)).committed.result()
+
+
+def test_d08_a_process_that_ends_without_close_has_committed(tmp_path: Path) -> None:
+    done = start("no-close", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    latest = Catalog(LocalStorage(tmp_path / "run")).latest()
+    assert latest is not None
+    assert latest.ref.step == 1
