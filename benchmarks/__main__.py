@@ -32,6 +32,13 @@ def main(argv: list[str] | None = None) -> int:
             help="folder on the storage to measure; a scratch folder is made in it and removed",
         )
         one.add_argument("--repeats", type=int, help="measure everything so often")
+        one.add_argument(
+            "--calm",
+            type=float,
+            default=0,
+            metavar="S",
+            help="before each part wait at most so long until others leave the machine idle (0)",
+        )
         add_options(one)
     args = parser.parse_args(argv)
     args.root.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ import xxhash
 import zstandard
 
 from benchmarks.report import MIB, Report, Row, cores, environment, median
+from benchmarks.watch import wait_until_calm
 
 PIECE_BYTES = 16 * MIB
 _ZSTD_BYTES = 64 * MIB  # about 0.4 GB/s: more would only take longer
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> Report:
         data, into = _embeddings(size), _touched(size)
         limits = [*_memory(data, into), *_files(data, into, folder), *_digests(data), _zstd(data)]
         for n in range(repeats):
+            wait_until_calm(args.calm)
             # Both orders, so that no measurement always follows the same other one.
             for limit in limits if n % 2 == 0 else reversed(limits):
                 _measure(limit)

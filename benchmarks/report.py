@@ -90,4 +90,6 @@ def show(name: str, report: Report) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)

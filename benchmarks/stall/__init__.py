@@ -14,7 +14,7 @@ from benchmarks.report import MIB, Report, Row, environment, median
 from benchmarks.stall.block import BlockFailed, BlockResult, run_block
 from benchmarks.stall.modes import DCP_ASYNC, MODES, OURS
 from benchmarks.stall.rank import Block
-from benchmarks.stall.watch import wait_until_calm
+from benchmarks.watch import wait_until_calm
 
 COLUMNS = (
     "mode",
@@ -24,7 +24,7 @@ COLUMNS = (
     "persist_s",
     "unsynced_s",
     "step_inflation",
-    "persist_step_p99_ms",
+    "first_blocked_ms",
     "extra_rss_vs_state",
     "exact",
     "others_cores",
@@ -39,9 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--saves", type=int, default=2, help="measured in each block (2)")
     parser.add_argument("--min-steps", type=int, help="of each window (100)")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of a rank (1)")
-    parser.add_argument(
-        "--calm", type=float, default=0, help="wait at most so many s for an idle machine (0)"
-    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -64,8 +61,7 @@ def run(args: argparse.Namespace) -> Report:
             for world in args.ranks:
                 if status[mode] != "ok" or (mode, world) in failed:
                     continue
-                if args.calm:
-                    wait_until_calm(args.calm)
+                wait_until_calm(args.calm)
                 block = Block(mode, number, size_mib * MIB, args.saves, steps, args.threads)
                 try:
                     result = run_block(block, world, args.root, _BLOCK_DEADLINE_S)
@@ -171,8 +167,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _modes(text: str) -> list[str]:
-    names = [n.strip() for n in text.split(";")]
+    names = [n.strip() for n in text.split(",")]
     unknown = [n for n in names if n not in MODES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown mode {unknown[0]!r}; known: {'; '.join(MODES)}")
+        raise argparse.ArgumentTypeError(f"unknown mode {unknown[0]!r}; known: {', '.join(MODES)}")
     return names

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stall.rank import Block
-from benchmarks.stall.watch import Watch
+from benchmarks.watch import Watch
 
 _CHECKOUT = Path(__file__).parent.parent.parent
 _GRACE_S = 10.0  # for the other ranks, once one has failed

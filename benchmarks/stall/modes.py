@@ -196,7 +196,11 @@ class TorchCheckpointing(Saver):
 
 
 class TorchSnapshot(Saver):
-    """torchsnapshot's async_take."""
+    """torchsnapshot's async_take.
+
+    0.1.0 means to copy CPU tensors before it returns, but compares an enum with its value, so
+    those of 128 MiB and more, which it doesn't batch, are read while the trainer changes them.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

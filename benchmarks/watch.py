@@ -76,15 +76,14 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq) * _TICK_S
 
 
-def wait_until_calm(at_most_s: float, *, cores: float = 0.25) -> float:
-    """Wait until others use fewer than `cores` for a second; how many they used in the last one."""
+def wait_until_calm(at_most_s: float, *, cores: float = 0.25) -> None:
+    """Wait until others used fewer than `cores` for a second. Call it while nothing of ours runs."""
     end = time.monotonic() + at_most_s
-    while True:
+    while time.monotonic() < end:
         before = machine_cpu_s()
         time.sleep(1)
-        busy = machine_cpu_s() - before
-        if busy < cores or time.monotonic() > end:
-            return busy
+        if machine_cpu_s() - before < cores:
+            return
 
 
 def _memory(tree: Sequence[int]) -> int:
