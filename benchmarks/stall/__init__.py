@@ -30,6 +30,7 @@ COLUMNS = (
     "others_cores",
 )
 _BLOCK_DEADLINE_S = 900.0
+_CALM_CORES = 0.4  # kernel threads that write for the block itself count, too: up to 0.3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", type=_modes, default=list(MODES), help=", ".join(MODES))
     parser.add_argument("--saves", type=int, default=2, help="measured in each block (2)")
     parser.add_argument("--min-steps", type=int, help="of each window (100)")
+    parser.add_argument(
+        "--retries", type=int, default=0, help="measure a block again that others disturbed (0)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of a rank (1)")
 
 
@@ -61,10 +65,9 @@ def run(args: argparse.Namespace) -> Report:
             for world in args.ranks:
                 if status[mode] != "ok" or (mode, world) in failed:
                     continue
-                wait_until_calm(args.calm)
                 block = Block(mode, number, size_mib * MIB, args.saves, steps, args.threads)
                 try:
-                    result = run_block(block, world, args.root, _BLOCK_DEADLINE_S)
+                    result = _calmest(block, world, args)
                 except BlockFailed as e:
                     failed[mode, world] = str(e)
                 else:
@@ -80,6 +83,20 @@ def run(args: argparse.Namespace) -> Report:
             else:
                 rows.append(_row(mode, world, results[mode, world]))
     return Report(env, rows, _ratios(rows, args.ranks), COLUMNS)
+
+
+def _calmest(block: Block, world: int, args: argparse.Namespace) -> BlockResult:
+    """Measure; again, so often as allowed, while others disturb. Of all tries the calmest counts."""
+    best = None
+    for _ in range(1 + args.retries):
+        wait_until_calm(args.calm)
+        result = run_block(block, world, args.root, _BLOCK_DEADLINE_S)
+        if best is None or result.others_cores < best.others_cores:
+            best = result
+        if best.others_cores < _CALM_CORES:
+            break
+    assert best is not None
+    return best
 
 
 def _row(mode: str, world: int, blocks: list[BlockResult]) -> Row:
