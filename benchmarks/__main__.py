@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         add_options(one)
     args = parser.parse_args(argv)
+    # End like an error does, so that ranks are killed and scratch folders removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.root.mkdir(parents=True, exist_ok=True)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     result = BENCHMARKS[args.name][1](args)
