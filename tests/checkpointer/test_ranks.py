@@ -10,7 +10,14 @@ import torch
 from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.catalog import Catalog
 from ckpt.coordinator import Coordinator
-from ckpt.errors import BadInputError, CorruptError, DeadlineError, SaveError, StorageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    DeadlineError,
+    SaveError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.layout import DATA
 from ckpt.restore import CheckpointReader
 from ckpt.storage.memory import MemoryStorage
@@ -269,3 +276,17 @@ def test_each_rank_gets_its_own_optimizer_back_before_its_first_step() -> None:
 
     for rank, moment in enumerate(values(on_ranks(2, body))):
         assert torch.equal(moment, stepped(rank).state_dict()["state"][0]["exp_avg"])
+
+
+def test_a_rank_whose_tensor_cannot_be_filled_ends_the_restore_on_all() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": PerRank(torch.ones(2, 3))}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        w = torch.zeros(1, 3).expand(2, 3) if rank == 1 else torch.zeros(2, 3)
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
+            return c.restore({"w": PerRank(w)})
+
+    for r in on_ranks(2, body):
+        assert isinstance(r, SidestageError)
+        assert "rank 1: RuntimeError: unsupported operation" in str(r)
