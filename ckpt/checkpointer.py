@@ -11,6 +11,7 @@ with Checkpointer("/data/run") as checkpointer:
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -23,7 +24,7 @@ from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
-from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError
+from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError, StorageError
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
@@ -257,10 +258,11 @@ class Checkpointer:
     def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
         """End a save without writing it, on all ranks: nobody must wait for this one."""
         error = SaveSkippedError(f"step {step}: skipped, {why}")
-        if self._coordinator.rank == 0:
-            self._coordinator.announce(save_tag(sequence), describe(error))
-        else:
-            self._coordinator.post(save_tag(sequence), describe(error))
+        with contextlib.suppress(StorageError):  # without the job's store no rank can commit it
+            if self._coordinator.rank == 0:
+                self._coordinator.announce(save_tag(sequence), describe(error))
+            else:
+                self._coordinator.post(save_tag(sequence), describe(error))
         self._outcomes.failed(step, committed, error)
 
     def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:

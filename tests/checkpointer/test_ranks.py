@@ -290,3 +290,41 @@ def test_a_rank_whose_tensor_cannot_be_filled_ends_the_restore_on_all() -> None:
     for r in on_ranks(2, body):
         assert isinstance(r, SidestageError)
         assert "rank 1: RuntimeError: unsupported operation" in str(r)
+
+
+class DyingStore:
+    """The job's store, which can be cut off."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.dead = False
+
+    def clone(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if self.dead:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("policy", ["skip", "coalesce"])
+def test_giving_up_a_save_needs_no_store(policy: Any) -> None:
+    storage = FaultyStorage(MemoryStorage())
+    gate = storage.on("writer", "*000001/r00000.bin").block()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        store = DyingStore(place["store"])
+        pending = 2 if policy == "coalesce" else 1
+        config = CheckpointConfig(when_busy=policy, max_pending=pending, commit_timeout_s=2.0)
+        with Checkpointer(storage, config, **{**place, "store": store}) as c:
+            handles = [c.save(1, {"a": torch.ones(2)})]
+            if rank == 0:
+                gate.wait_reached()
+                store.dead = True
+                handles += [c.save(step, {"a": torch.ones(2)}) for step in (2, 3)]
+                gate.open()
+            return [h.committed.exception(20) for h in handles]
+
+    lonely, _ = values(on_ranks(2, body))
+    assert all(isinstance(e, SaveError | StorageError) for e in lonely)
