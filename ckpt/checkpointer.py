@@ -27,7 +27,7 @@ from ckpt.engine import Engine, Job
 from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError, StorageError
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
-from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
+from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
 from ckpt.persist import Persister, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.restore import OBJECTS_KIND
@@ -231,7 +231,7 @@ class Checkpointer:
                 raise
 
     def _submit(self, save: StagedSave, arena: Arena, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         persister = self._persister
         assert persister is not None
 
@@ -250,7 +250,7 @@ class Checkpointer:
         return self._outcomes.staged(save.step, self._clock.monotonic() - started, committed)
 
     def _skip(self, step: int, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         why = f"{self._engine.pending} earlier saves are pending"
         self._give_up(step, self._sequence, committed, why)
         return self._outcomes.staged(step, self._clock.monotonic() - started, committed)

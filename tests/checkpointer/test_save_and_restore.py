@@ -701,3 +701,15 @@ def test_a_box_outside_a_tensor_is_refused_and_not_filled_in_part(offsets: Any, 
     saved(storage, {"a": torch.ones(4, 2)})
     with pytest.raises(BadInputError, match="a: no box at"):
         reader(storage, 1).read_into("a", torch.zeros(shape), offsets)
+
+
+def test_cancelling_a_future_stops_neither_the_save_nor_those_after_it() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", "*000001/r00000.bin").block()
+    with Checkpointer(faulty, CheckpointConfig(close_timeout_s=5.0)) as c:
+        first = c.save(1, {"a": 1})
+        gate.wait_reached()
+        assert not first.committed.cancel()
+        gate.open()
+        assert first.committed.result(5).step == 1
+        assert c.save(2, {"a": 1}).committed.result(5).step == 2
