@@ -24,7 +24,14 @@ from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
-from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError, StorageError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    DeadlineError,
+    SaveSkippedError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
@@ -199,20 +206,28 @@ class Checkpointer:
         return self._submit(save, arena, started)
 
     def wait(self) -> None:
-        """Wait until every save has ended; report failures by policy."""
-        self._engine.drain(self._config.close_timeout_s)
+        """Wait until every save has ended; report failures by policy.
+
+        Raises DeadlineError if that takes longer than `close_timeout_s`.
+        """
+        if not self._engine.drain(self._config.close_timeout_s):
+            raise DeadlineError(
+                f"{self._engine.pending} saves are still pending after "
+                f"{self._config.close_timeout_s:g} s; is the store slow or gone?"
+            )
         self._outcomes.raise_by_policy()
 
     def close(self) -> None:
         """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
 
+        A save that is being written then goes on alone; the event `save_failed` says so.
         Call it before the process group is destroyed: the last commit needs the job's store.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._engine.close(self._config.close_timeout_s)
+        self._drain_and_end("close() gave up waiting")
         self._outcomes.raise_by_policy()
 
     def __enter__(self) -> Checkpointer:
@@ -331,8 +346,11 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """The process ends without close(): drain all the same, and say so if that fails."""
+        self._drain_and_end("the process ended first")
+
+    def _drain_and_end(self, why: str) -> None:
         if not self._engine.close(self._config.close_timeout_s):
-            self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
+            self._sink.emit("save_failed", step=self._last_step, error=why)
 
 
 def _checked(annotations: Mapping[str, str]) -> dict[str, str]:
