@@ -89,7 +89,7 @@ class Checkpointer:
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
         self._engine = Engine(arenas, self._config.when_busy, self._config.persist_nice)
         self._sequence = 0
-        self._restores = 0
+        self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -136,7 +136,6 @@ class Checkpointer:
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
-        self._restores += 1
         flat = flatten(state, self._coordinator.rank)
         self._objects(flat)  # refuses what couldn't be saved, before training begins
         restorer = Restorer(
@@ -144,7 +143,7 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag=f"restore/{self._restores}",
+            tag=self._round("restore"),
         )
         result = None
         if not fresh:
@@ -307,7 +306,7 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag="restore/0",
+            tag=self._round("restore"),
         )
         newest = restorer.newest_step()
         if newest is not None:
@@ -331,7 +330,9 @@ class Checkpointer:
                 "started_at_s": mine.started_at_s,
             }
 
-        claimed = self._coordinator.decide("attempt", {}, claim, self._config.commit_timeout_s)
+        claimed = self._coordinator.decide(
+            self._round("attempt"), {}, claim, self._config.commit_timeout_s
+        )
         self._attempt = AttemptRecord(
             world_size=self._coordinator.world_size, parent=parent, **claimed
         )
@@ -339,6 +340,11 @@ class Checkpointer:
             self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
         )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
+
+    def _round(self, name: str) -> str:
+        """A key in the job's store that no earlier try has used: its answers still lie there."""
+        self._rounds += 1
+        return f"{name}/{self._rounds}"
 
     def _check_open(self) -> None:
         if self._closed:

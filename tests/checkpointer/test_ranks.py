@@ -328,3 +328,17 @@ def test_giving_up_a_save_needs_no_store(policy: Any) -> None:
 
     lonely, _ = values(on_ranks(2, body))
     assert all(isinstance(e, SaveError | StorageError) for e in lonely)
+
+
+@pytest.mark.parametrize("op", [("list", "attempts/*"), ("create", "attempts/*")])
+def test_a_first_save_can_be_tried_again_after_the_store_failed(op: tuple[str, str]) -> None:
+    storage = FaultyStorage(MemoryStorage())
+    storage.on(*op).fail(StorageError("no route"))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
+            with pytest.raises(StorageError, match="no route"):
+                c.save(1, {"a": torch.ones(2)})
+            return c.save(1, {"a": torch.ones(2)}).committed.result()
+
+    assert [ref.step for ref in values(on_ranks(2, body))] == [1, 1]
