@@ -19,6 +19,7 @@ from ckpt.verify import verify_commit
 
 __all__ = ["AttemptInfo", "Catalog", "CommitInfo", "CommitStatus"]
 
+_TRIES = 10  # listings, while commits come and go faster than they are looked at
 _MOST_STEPS = 12  # named in an error message
 
 
@@ -45,12 +46,12 @@ class Catalog:
 
     def attempts(self) -> list[AttemptInfo]:
         """All attempts, oldest first."""
-        tree = self._tree()
+        tree = self.tree()
         return [tree.attempt(epoch) for epoch in sorted(tree.epochs)]
 
     def commits(self) -> list[CommitInfo]:
         """All commits, by rising epoch and step."""
-        tree = self._tree()
+        tree = self.tree()
         lineage = {(p.epoch, p.step): p for p in tree.lineage(strict=False)}
         latest, passed = self._newest(tree, list(lineage.values()), strict=False)
         known = {(c.ref.epoch, c.ref.step): c for c in (*passed, latest) if c is not None}
@@ -72,7 +73,7 @@ class Catalog:
 
         Raises UnsupportedFormatError if another version of the format began the newest attempt.
         """
-        tree = self._tree()
+        tree = self.tree()
         found = (tree.commit(place, "ancestor") for place in tree.lineage(strict=True))
         return [info for info in found if info is not None]
 
@@ -81,15 +82,26 @@ class Catalog:
 
         Raises UnsupportedFormatError rather than go back past a commit of another format version.
         """
-        tree = self._tree()
-        return self._newest(tree, tree.lineage(strict=True), strict=True)[0]
+        tree = self.tree()
+        for _ in range(_TRIES):
+            lineage = tree.lineage(strict=True)
+            found = self._newest(tree, lineage, strict=True)[0]
+            before = set(tree.stored)
+            first = lineage[0] if lineage else None
+            if found and first and (first.epoch, first.step) == (found.ref.epoch, found.ref.step):
+                break
+            # Retention may have deleted what was listed, since there is a newer one by now.
+            tree = self.tree()
+            if set(tree.stored) == before:
+                break
+        return found
 
     def find(self, step: int, epoch: int | None = None) -> CommitInfo:
         """The commit of a step in the lineage, or in the given epoch, abandoned or not.
 
         NotFoundError says which steps there are, and how to name an abandoned one.
         """
-        tree = self._tree()
+        tree = self.tree()
         lineage = tree.lineage(strict=True)
         place = next((p for p in lineage if p.step == step and epoch in (None, p.epoch)), None)
         status: CommitStatus = "ancestor"
@@ -116,11 +128,12 @@ class Catalog:
                 f"{key}: holds another commit than the one asked for: digest is "
                 f"{digest_of(data)}, expected {ref.digest}"
             )
-        if problem := self._tree().problem(Place(ref.epoch, ref.step, None), record, ref):
+        if problem := self.tree().problem(Place(ref.epoch, ref.step, None), record, ref):
             raise CorruptError(problem)
         return record
 
-    def _tree(self) -> Tree:
+    def tree(self) -> Tree:
+        """Attempts and commits as they are listed now."""
         try:
             run_id = self.run().run_id
         except (NotFoundError, CorruptError):

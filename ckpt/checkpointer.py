@@ -11,6 +11,7 @@ with Checkpointer("/data/run") as checkpointer:
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -23,12 +24,20 @@ from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
-from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    DeadlineError,
+    SaveSkippedError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
-from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
+from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
 from ckpt.persist import Persister, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.prune import Pruner
 from ckpt.restore import OBJECTS_KIND
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.staging import Arena
@@ -72,16 +81,17 @@ class Checkpointer:
         self._clock = clock or SystemClock()
         self._sink = GuardedSink(sink or LogSink())
         self._coordinator = join(self._storage.url, rank, world_size, store)
-        self.annotations = dict(annotations or {})
+        self.annotations = _checked(annotations or {})
         self._outcomes = Outcomes(self._config.raise_after_failures, self._sink)
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
+        self._pruner: Pruner | None = None  # on rank 0
         self._plan: RankPlan | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
         self._engine = Engine(arenas, self._config.when_busy, self._config.persist_nice)
         self._sequence = 0
-        self._restores = 0
+        self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -128,7 +138,6 @@ class Checkpointer:
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
-        self._restores += 1
         flat = flatten(state, self._coordinator.rank)
         self._objects(flat)  # refuses what couldn't be saved, before training begins
         restorer = Restorer(
@@ -136,14 +145,16 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag=f"restore/{self._restores}",
+            tag=self._round("restore"),
         )
         result = None
-        if not fresh:
-            result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
-        elif step is not None:
-            raise BadInputError("restore(): give step or fresh, not both")
-        self._begin_attempt(result.commit if result else None)
+        # An older attempt that is still alive must not prune what this one is about to continue.
+        with restorer.pins:
+            if not fresh:
+                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+            elif step is not None:
+                raise BadInputError("restore(): give step or fresh, not both")
+            self._begin_attempt(result.commit if result else None)
         return result
 
     def save(
@@ -154,9 +165,9 @@ class Checkpointer:
         When this returns the snapshot is complete: everything may be changed at once. It costs
         a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
 
-        Raises BadInputError for state that can't be stored (by key) or a step that isn't above
-        the last one; SaveError once `raise_after_failures` saves in a row have failed. Trouble
-        with storage never raises here: the handle carries it.
+        Raises BadInputError for state that can't be stored (by key), annotations that aren't
+        strings, or a step that isn't above the last one; SaveError once `raise_after_failures`
+        saves in a row have failed. Trouble with storage never raises here: the handle carries it.
         """
         started = self._clock.monotonic()
         self._check_open()
@@ -167,6 +178,7 @@ class Checkpointer:
             raise BadInputError(
                 f"save(step={step}): the last one was step {self._last_step}; steps must rise"
             )
+        notes = _checked({**self.annotations, **(annotations or {})})
         if self._attempt is None:
             self._begin_unrestored()
         flat = flatten(state, self._coordinator.rank)
@@ -190,27 +202,35 @@ class Checkpointer:
             tensors=tensors,
             objects=objects,
             values_digest=digest_of(shared),
-            annotations={**self.annotations, **(annotations or {})},
+            annotations=notes,
             saved_at_s=self._clock.time(),
             deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
         )
         return self._submit(save, arena, started)
 
     def wait(self) -> None:
-        """Wait until every save has ended; report failures by policy."""
-        self._engine.drain(self._config.close_timeout_s)
+        """Wait until every save has ended; report failures by policy.
+
+        Raises DeadlineError if that takes longer than `close_timeout_s`.
+        """
+        if not self._engine.drain(self._config.close_timeout_s):
+            raise DeadlineError(
+                f"{self._engine.pending} saves are still pending after "
+                f"{self._config.close_timeout_s:g} s; is the store slow or gone?"
+            )
         self._outcomes.raise_by_policy()
 
     def close(self) -> None:
         """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
 
+        A save that is being written then goes on alone; the event `save_failed` says so.
         Call it before the process group is destroyed: the last commit needs the job's store.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._engine.close(self._config.close_timeout_s)
+        self._drain_and_end("close() gave up waiting")
         self._outcomes.raise_by_policy()
 
     def __enter__(self) -> Checkpointer:
@@ -229,7 +249,7 @@ class Checkpointer:
                 raise
 
     def _submit(self, save: StagedSave, arena: Arena, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         persister = self._persister
         assert persister is not None
 
@@ -244,11 +264,25 @@ class Checkpointer:
         def drop(why: str) -> None:
             self._give_up(save.step, save.sequence, committed, why)
 
-        self._engine.submit(Job(run, drop, arena))
+        def after() -> None:
+            self._prune(persister.settled, committed=committed.exception() is None)
+
+        self._engine.submit(Job(run, drop, arena, after))
         return self._outcomes.staged(save.step, self._clock.monotonic() - started, committed)
 
+    def _prune(self, settled: int, *, committed: bool) -> None:
+        """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
+        if self._pruner is None:
+            return
+        uncommitted = self.stats.failed + self.stats.skipped
+        try:
+            done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
+            self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+        except Exception as e:
+            self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
+
     def _skip(self, step: int, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         why = f"{self._engine.pending} earlier saves are pending"
         self._give_up(step, self._sequence, committed, why)
         return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
@@ -256,10 +290,11 @@ class Checkpointer:
     def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
         """End a save without writing it, on all ranks: nobody must wait for this one."""
         error = SaveSkippedError(f"step {step}: skipped, {why}")
-        if self._coordinator.rank == 0:
-            self._coordinator.announce(save_tag(sequence), describe(error))
-        else:
-            self._coordinator.post(save_tag(sequence), describe(error))
+        with contextlib.suppress(StorageError):  # without the job's store no rank can commit it
+            if self._coordinator.rank == 0:
+                self._coordinator.announce(save_tag(sequence), describe(error))
+            else:
+                self._coordinator.post(save_tag(sequence), describe(error))
         self._outcomes.failed(step, committed, error)
 
     def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
@@ -289,7 +324,7 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag="restore/0",
+            tag=self._round("restore"),
         )
         newest = restorer.newest_step()
         if newest is not None:
@@ -303,6 +338,8 @@ class Checkpointer:
         """Claim an epoch for all ranks, and start to be able to commit."""
 
         def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            if not self._storage.probe():
+                self._sink.emit("single_writer_only", root=self._storage.url)
             run = commit.open_run(self._storage, self._clock)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
@@ -313,14 +350,25 @@ class Checkpointer:
                 "started_at_s": mine.started_at_s,
             }
 
-        claimed = self._coordinator.decide("attempt", {}, claim, self._config.commit_timeout_s)
+        claimed = self._coordinator.decide(
+            self._round("attempt"), {}, claim, self._config.commit_timeout_s
+        )
         self._attempt = AttemptRecord(
             world_size=self._coordinator.world_size, parent=parent, **claimed
         )
         self._persister = Persister(
             self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
         )
+        if self._coordinator.rank == 0:
+            self._pruner = Pruner(
+                self._storage, self._config.retention, self._clock, epoch=self._attempt.epoch
+            )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
+
+    def _round(self, name: str) -> str:
+        """A key in the job's store that no earlier try has used: its answers still lie there."""
+        self._rounds += 1
+        return f"{name}/{self._rounds}"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -328,5 +376,17 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """The process ends without close(): drain all the same, and say so if that fails."""
+        self._drain_and_end("the process ended first")
+
+    def _drain_and_end(self, why: str) -> None:
         if not self._engine.close(self._config.close_timeout_s):
-            self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
+            self._sink.emit("save_failed", step=self._last_step, error=why)
+
+
+def _checked(annotations: Mapping[str, str]) -> dict[str, str]:
+    """A copy of annotations that a commit record can hold: anything else would make it unreadable."""
+    for key, note in annotations.items():
+        if type(key) is not str or type(note) is not str:
+            raise BadInputError(f"annotations: {key!r}: {note!r}: only strings are kept")
+        encode_value({key: note}, "annotations")
+    return dict(annotations)

@@ -56,17 +56,25 @@ def claim_epoch(
         epoch += 1
 
 
-def check_not_superseded(storage: Storage, epoch: int) -> None:
-    """Raise ConflictError if a newer attempt has claimed the root.
+def check_not_superseded(storage: Storage, attempt: AttemptRecord) -> None:
+    """Raise ConflictError if another attempt has claimed the root, or this one's epoch.
 
-    Lineage alone keeps an old attempt's commits from becoming latest; this tells its owner.
+    Lineage alone keeps an old attempt's commits from becoming latest; this tells its owner. On a
+    store that can't exclude writers, two may have claimed one epoch: the later record counts.
     """
     for info in storage.list(layout.ATTEMPTS):
         newer = layout.parse_attempt_key(info.key)
-        if newer is not None and newer > epoch:
+        if newer is not None and newer > attempt.epoch:
             raise ConflictError(
-                f"{info.key}: a newer attempt owns {storage.url}, this one is {epoch}; end this job"
+                f"{info.key}: a newer attempt owns {storage.url}, this one is {attempt.epoch}; "
+                f"end this job"
             )
+    key = layout.attempt_key(attempt.epoch)
+    if decode(AttemptRecord, storage.read(key), key).token != attempt.token:
+        raise ConflictError(
+            f"{key}: another job has claimed this epoch of {storage.url}, whose store can't keep "
+            f"writers apart (conditional create isn't honoured); end one of the two"
+        )
 
 
 def write_commit(storage: Storage, record: CommitRecord) -> CommitRef:

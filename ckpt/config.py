@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from ckpt.errors import BadInputError, NotFoundError
 from ckpt.types import DIGEST_NAMES, DigestName
@@ -17,8 +18,54 @@ _MOST_SECONDS = 30 * 24 * 3600
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]
+S3Addressing = Literal["auto", "path", "virtual"]
+S3Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
+S3_ENVIRONMENT = "SIDESTAGE_S3_"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Keep the `count` commits whose annotation `metric` is the smallest ("min") or largest ("max")."""
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise BadInputError("keep_best: name the annotation that holds the metric")
+        if not _fits(self.count, int) or self.count < 1:
+            raise BadInputError(f"keep_best: count = {self.count!r}: give 1 or more")
+        if self.mode not in ("min", "max"):
+            raise BadInputError(f"keep_best: mode = {self.mode!r}: use min or max")
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Which commits to keep: those that any rule names. Without a rule, all of them.
+
+    keep_last: the newest so many. keep_every: those whose step is a multiple of it.
+    keep_best: the best by a metric. The newest one that verifies is kept whatever the rules.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (not _fits(value, int) or value < 1):
+                raise BadInputError(
+                    f"{name} = {value!r}: give 1 or more, or leave it out; without any keep_ rule "
+                    f"everything is kept"
+                )
+
+    @property
+    def keeps_all(self) -> bool:
+        return self == RetentionPolicy()
 
 
 @dataclass(frozen=True)
@@ -37,6 +84,8 @@ class CheckpointConfig:
     raise_after_failures: raise from the next save() or close() once so many saves in a row
         have failed; None never raises, failures are then only counted and reported.
     persist_nice: niceness of the persist thread. It gives way to training but isn't starved.
+    keep_last, keep_every, keep_best: what rank 0 keeps after each commit, see RetentionPolicy;
+        all None keeps everything.
     """
 
     chunk_bytes: int = 16 * MIB
@@ -48,6 +97,9 @@ class CheckpointConfig:
     close_timeout_s: float = 600.0
     raise_after_failures: int | None = None
     persist_nice: int = 10
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         hints = get_type_hints(CheckpointConfig)
@@ -80,12 +132,96 @@ class CheckpointConfig:
             raise BadInputError(
                 f"raise_after_failures = {self.raise_after_failures}: give 1 or more, or leave it out"
             )
+        _ = self.retention  # refuses what isn't a policy
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        return RetentionPolicy(self.keep_last, self.keep_every, self.keep_best)
+
+
+@dataclass(frozen=True)
+class S3Settings:
+    """How to reach an S3 store and write to it. Credentials: from the usual AWS chain, only.
+
+    Each is read by `s3_settings` from the environment variable SIDESTAGE_S3_ and its name.
+
+    endpoint: URL of the store. None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the AWS profile's
+        endpoint_url, else AWS itself.
+    region: None: AWS_DEFAULT_REGION, AWS_REGION, else the AWS profile's.
+    addressing: bucket in the "path", or in the host name ("virtual"). "auto" takes the path
+        where an endpoint is given or the bucket's name has dots.
+    encryption: what the store is asked to encrypt new objects with, by the header
+        x-amz-server-side-encryption. None: the bucket's default.
+    kms_key: id or ARN of the key for "aws:kms" and "aws:kms:dsse". None: the account's default.
+    part_bytes: objects above this are sent and read in parts of this size.
+    parallel: parts of one object on their way at a time. A writer's memory is at most
+        (parallel + 1) x part_bytes for the first 1,000 parts, and grows slowly after.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: S3Addressing = "auto"
+    encryption: S3Encryption | None = None
+    kms_key: str | None = None
+    part_bytes: int = 16 * MIB
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            try:
+                parts = urlsplit(self.endpoint)
+                good = parts.scheme in ("http", "https") and bool(parts.hostname)
+                _ = parts.port  # raises for one that is no number
+            except ValueError:
+                good = False
+            if not good:
+                raise BadInputError(
+                    f"S3 endpoint {self.endpoint!r}: give a URL such as https://host:9000"
+                )
+        for name, kind in (("addressing", S3Addressing), ("encryption", S3Encryption)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and (name, value) != ("encryption", None):
+                raise BadInputError(
+                    f"S3 {name} = {value!r}: use one of {', '.join(get_args(kind))}"
+                )
+        if self.kms_key is not None and self.encryption in (None, "AES256"):
+            raise BadInputError("S3 kms_key is set: set encryption to aws:kms or aws:kms:dsse, too")
+        if not 5 * MIB <= self.part_bytes <= 512 * MIB:
+            raise BadInputError(
+                f"S3 part_bytes = {self.part_bytes}: give {5 * MIB} (5 MiB) to {512 * MIB} (512 MiB)"
+            )
+        if not 1 <= self.parallel <= 64:
+            raise BadInputError(f"S3 parallel = {self.parallel}: give 1 to 64")
+
+
+def s3_settings() -> S3Settings:
+    """The S3 settings in this process's environment."""
+    found: dict[str, Any] = {}
+    for f in fields(S3Settings):
+        name = S3_ENVIRONMENT + f.name.upper()
+        text = os.environ.get(name, "")
+        if not text:
+            continue
+        if f.name in ("part_bytes", "parallel"):
+            if not text.isdecimal():
+                raise BadInputError(f"{name} = {text!r}: give a whole number")
+            found[f.name] = int(text)
+        else:
+            found[f.name] = text
+    if "region" not in found and not os.environ.get("AWS_DEFAULT_REGION"):
+        # What other AWS clients read; botocore doesn't.
+        found["region"] = os.environ.get("AWS_REGION") or None
+    return S3Settings(**found)
 
 
 def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build a flat settings dataclass from a table, refusing unknown keys and wrong types by name."""
+    """Build a settings dataclass from a table, refusing unknown keys and wrong types by name.
+
+    A field that is a dataclass itself takes a table of its own.
+    """
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     hints = get_type_hints(kind)
+    values = {k: _nested(v, hints.get(k), f"{where}: {k}") for k, v in values.items()}
     for key, value in values.items():
         if key not in known:
             raise BadInputError(
@@ -97,6 +233,15 @@ def dataclass_from(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         return kind(**values)
     except TypeError as e:
         raise BadInputError(f"{where}: {e}") from e
+
+
+def _nested(value: Any, hint: Any, where: str) -> Any:
+    """A table as the settings dataclass that its field wants; other values as they are."""
+    if isinstance(value, dict):
+        for kind in (hint, *get_args(hint)):
+            if isinstance(kind, type) and is_dataclass(kind):
+                return dataclass_from(kind, value, where)
+    return value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -135,6 +280,14 @@ def trust_file() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sidestage" / "trusted-code"
+
+
+def spool_folder() -> Path:
+    """Where this host keeps what is on its way to a store: $SIDESTAGE_SPOOL_DIR, else a cache folder."""
+    if named := os.environ.get("SIDESTAGE_SPOOL_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sidestage" / "spool"
 
 
 def restart_count() -> int:

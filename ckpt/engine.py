@@ -21,11 +21,15 @@ Slot = TypeVar("Slot")
 
 @dataclass
 class Job(Generic[Slot]):
-    """Work for the persist thread: `run` never raises; `drop` ends it without running."""
+    """Work for the persist thread. None of the three raises.
+
+    `run` does it; `drop` ends it without running; `after` comes when the slot is free again.
+    """
 
     run: Callable[[], None]
     drop: Callable[[str], None]
     slot: Slot
+    after: Callable[[], None] = lambda: None
 
 
 class Engine(Generic[Slot]):
@@ -110,6 +114,9 @@ class Engine(Generic[Slot]):
                 self._running = 1
             job.run()
             with self._changed:
-                self._running = 0
                 self._free.append(job.slot)
+                self._changed.notify_all()
+            job.after()
+            with self._changed:
+                self._running = 0
                 self._changed.notify_all()

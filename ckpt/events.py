@@ -8,7 +8,16 @@ from typing import Any
 
 _log = logging.getLogger("sidestage")
 
-_WARN = frozenset({"save_failed", "save_skipped", "checkpoint_set_aside", "not_restored"})
+_WARN = frozenset(
+    {
+        "save_failed",
+        "save_skipped",
+        "checkpoint_set_aside",
+        "not_restored",
+        "prune_failed",
+        "single_writer_only",
+    }
+)
 
 
 class LogSink:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 
 RUN = "RUN.json"
+ORIGIN = "ORIGIN.json"
 ATTEMPTS = "attempts/"
 COMMITS = "commits/"
 DATA = "data/"
+PINS = "pins/"
 EVENTS = "events/"
 SERVING = "serving/"
+DESCRIPTIONS = f"{SERVING}descriptions/"
 CODE = "code/"
 
 _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _COMMIT = re.compile(r"commits/(\d{6,})/(\d{12,})\.json")
+_DATA = re.compile(r"data/(\d{6,})-(\d{12,})-(\d{6,})/.+", re.DOTALL)
+_PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 
 
 def attempt_key(epoch: int) -> str:
@@ -43,6 +48,35 @@ def data_prefix(epoch: int, step: int, save_id: str) -> str:
     return f"{DATA}{epoch:06d}-{step:012d}-{save_id}/"
 
 
+def parse_data_key(key: str) -> tuple[str, int, int, int] | None:
+    """(data prefix, epoch, step, save id) of any file of a save, or None for a stray."""
+    m = _DATA.fullmatch(key)
+    if m is None:
+        return None
+    prefix = data_prefix(int(m[1]), int(m[2]), m[3])
+    return (prefix, int(m[1]), int(m[2]), int(m[3])) if key.startswith(prefix) else None
+
+
+def epoch_data_prefix(epoch: int) -> str:
+    """What all data keys of an attempt begin with."""
+    return f"{DATA}{epoch:06d}-"
+
+
+def pin_key(pin_id: str) -> str:
+    return f"{PINS}{pin_id}.json"
+
+
+def parse_pin_key(key: str) -> str | None:
+    """The id of a pin's key, or None for a stray. Ids are letters, digits and . _ - only."""
+    m = _PIN.fullmatch(key)
+    return m[1] if m else None
+
+
+def scratch_prefix(token: str) -> str:
+    """Where `ckpt doctor` tries a store out; it removes what it writes."""
+    return f"doctor-{token}/"
+
+
 def rank_data_key(prefix: str, rank: int) -> str:
     return f"{prefix}r{rank:05d}.bin"
 
@@ -65,7 +99,7 @@ def ledger_key(epoch: int, rank: int) -> str:
 
 
 def description_prefix(description_id: str) -> str:
-    return f"{SERVING}descriptions/{description_id}/"
+    return f"{DESCRIPTIONS}{description_id}/"
 
 
 def code_key(sha256_hex: str, suffix: str) -> str:

@@ -20,9 +20,9 @@ from typing import Literal
 from ckpt import layout
 from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, NotFoundError, UnsupportedFormatError
-from ckpt.manifest import AttemptRecord, CommitRecord, decode
+from ckpt.manifest import AttemptRecord, CommitRecord, OriginRecord, decode
 from ckpt.storage import Storage
-from ckpt.types import CommitRef
+from ckpt.types import CommitRef, ObjectInfo
 
 CommitStatus = Literal["latest", "ancestor", "abandoned", "corrupt"]
 
@@ -76,13 +76,26 @@ class Tree:
         return {epoch for epoch in found if epoch is not None}
 
     @cached_property
+    def stored(self) -> dict[tuple[int, int], ObjectInfo]:
+        """The objects of all commits, by (epoch, step)."""
+        found = ((layout.parse_commit_key(o.key), o) for o in self._storage.list(layout.COMMITS))
+        return {place: o for place, o in found if place is not None}
+
+    @cached_property
     def steps(self) -> dict[int, set[int]]:
         """Of all commits, by epoch."""
         found: dict[int, set[int]] = {}
-        for o in self._storage.list(layout.COMMITS):
-            if place := layout.parse_commit_key(o.key):
-                found.setdefault(place[0], set()).add(place[1])
+        for epoch, step in self.stored:
+            found.setdefault(epoch, set()).add(step)
         return found
+
+    @cached_property
+    def origin(self) -> OriginRecord | None:
+        """What this run branched from, if it did. A damaged record is as good as none."""
+        try:
+            return decode(OriginRecord, self._storage.read(layout.ORIGIN), layout.ORIGIN)
+        except (CorruptError, NotFoundError, UnsupportedFormatError):
+            return None
 
     def lineage(self, *, strict: bool) -> list[Place]:
         """That of the newest epoch that has one; empty if no attempt has."""
@@ -131,7 +144,7 @@ class Tree:
         key = layout.commit_key(place.epoch, place.step)
         if (record.epoch, record.step) != (place.epoch, place.step):
             return f"{key}: is the record of epoch {record.epoch}, step {record.step}"
-        if self._run_id not in (None, record.run_id):
+        if self._run_id not in (None, record.run_id) and not self._is_origin(record, ref):
             return f"{key}: belongs to run {record.run_id}, this is run {self._run_id}"
         attempt = self.attempt(place.epoch).record
         if attempt is not None and attempt.token != record.attempt_token:
@@ -142,6 +155,11 @@ class Tree:
                 f"expected {place.digest}"
             )
         return None
+
+    def _is_origin(self, record: CommitRecord, ref: CommitRef) -> bool:
+        """A branch begins with a commit of the run that it came from."""
+        origin = self.origin
+        return origin is not None and (origin.commit, origin.source_run_id) == (ref, record.run_id)
 
     def _lineage(self, epoch: int, *, strict: bool) -> Iterator[Place]:
         limit: CommitRef | None = None

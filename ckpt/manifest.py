@@ -88,7 +88,44 @@ class CommitRecord:
     files: tuple[FileEntry, ...]
 
 
-Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord)
+@dataclass(frozen=True)
+class PinRecord:
+    """A reader's claim on a commit, which stops retention.
+
+    `ttl_s` is how long the owner's `beats` may stand still, on an observer's clock, before
+    the pin counts for nothing; None: until somebody removes it.
+    """
+
+    KIND: ClassVar[str] = "pin"
+
+    pin_id: str
+    token: str
+    commit: CommitRef
+    holder: str
+    ttl_s: float | None
+    beats: int
+    created_at_s: float
+
+
+@dataclass(frozen=True)
+class OriginRecord:
+    """`ORIGIN.json` of a branch: the commit of another root that it starts from.
+
+    `prefixes` are what the keys of that commit's objects begin with. While `pin_id` isn't
+    None they are read from the source, in which that pin keeps them; else they were copied.
+    """
+
+    KIND: ClassVar[str] = "origin"
+
+    source_url: str
+    source_run_id: str
+    commit: CommitRef
+    prefixes: tuple[str, ...]
+    pin_id: str | None
+    created_at_s: float
+
+
+Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord)
 
 
 def canonical(value: Json) -> bytes:
@@ -98,7 +135,7 @@ def canonical(value: Json) -> bytes:
     ).encode()
 
 
-def encode(record: RunRecord | AttemptRecord | Receipt | CommitRecord) -> bytes:
+def encode(record: Record) -> bytes:
     """The bytes of a record."""
     return seal(record.KIND, asdict(record))
 

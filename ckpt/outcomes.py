@@ -24,13 +24,26 @@ class SaveHandle:
     committed: Future[CommitRef]
 
 
+def uncommitted() -> Future[CommitRef]:
+    """The future of a save that has begun. Nobody can cancel it: the save would go on all the same."""
+    committed: Future[CommitRef] = Future()
+    committed.set_running_or_notify_cancel()
+    return committed
+
+
 @dataclass
 class SaveStats:
-    """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting."""
+    """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting.
+
+    On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
+    couldn't do all they should have.
+    """
 
     commits: int = 0
     failed: int = 0
     skipped: int = 0
+    pruned: int = 0
+    prune_failed: int = 0
     blocked_s: list[float] = field(default_factory=list)
     last_commit: CommitRef | None = None
     last_error: str | None = None
@@ -88,6 +101,16 @@ class Outcomes:
                 self._in_a_row += 1
         self._sink.emit("save_skipped" if skipped else "save_failed", step=step, error=str(error))
         committed.set_exception(error)
+
+    def pruned(self, steps: list[int], problems: list[str]) -> None:
+        """Retention has run; what it couldn't do is tried again after the next save."""
+        with self._lock:
+            self.stats.pruned += len(steps)
+            self.stats.prune_failed += bool(problems)
+        if steps:
+            self._sink.emit("pruned", steps=steps)
+        if problems:
+            self._sink.emit("prune_failed", error=problems[0], problems=len(problems))
 
     def raise_by_policy(self) -> None:
         """SaveError if too many saves in a row have failed; each series is reported once."""

@@ -17,7 +17,13 @@ from ckpt.commit import check_not_superseded, write_commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
 from ckpt.digest import digest_of
-from ckpt.errors import BadInputError, CorruptError, SaveError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    SaveError,
+    SaveSkippedError,
+    SidestageError,
+)
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
 from ckpt.plan import RankPlan, StagedPlanner
@@ -68,6 +74,9 @@ class Persister:
         self._clock = clock
         self._parent = attempt.parent
         self._heard: list[str] = []
+        # On rank 0: the last save that has ended on every rank. What an earlier or this one left
+        # unlisted is garbage.
+        self.settled = 0
 
     def persist(self, save: StagedSave) -> CommitRef:
         """Write this rank's part and see the save to its commit on all ranks.
@@ -125,13 +134,16 @@ class Persister:
         """Rank 0: wait for all receipts, commit, and say how it ended."""
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
+            # A rank that skips tells so at once, while its thread may still write an earlier save.
+            if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
+                self.settled = save.sequence
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
             entries = tuple(FileEntry(**r) for r in reports)
             receipts = [self._receipt(e) for e in entries]
             self._check(save, receipts)
-            check_not_superseded(self._storage, self._attempt.epoch)
+            check_not_superseded(self._storage, self._attempt)
             ref = write_commit(self._storage, self._record(save, entries, receipts))
         except SidestageError as e:
             return describe(e)

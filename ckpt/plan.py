@@ -139,7 +139,8 @@ def _leaf_schema(flat: FlatState, fqn: str) -> list[Any]:
 
 def _content(flat: FlatState, fqn: str) -> str:
     """Digest of a replicated tensor's values: done once per schema, not at every save."""
-    return digest_of(host_bytes(flat.leaves[fqn].shards[0].tensor.contiguous().cpu()))
+    tensor = flat.leaves[fqn].shards[0].tensor.resolve_conj().resolve_neg()
+    return digest_of(host_bytes(tensor.contiguous().cpu()))
 
 
 def _is_empty_shard(item: WriteItem) -> bool:

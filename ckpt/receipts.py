@@ -131,7 +131,7 @@ def commit_parts(
         receipts=tuple(p.receipt for p in parts),
         files=files,
     )
-    check_not_superseded(storage, attempt.epoch)
+    check_not_superseded(storage, attempt)
     return write_commit(storage, record)
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, revive
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+)
 from ckpt.manifest import CommitRecord
+from ckpt.pins import Pin
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
 from ckpt.target import (
@@ -53,13 +60,15 @@ class Restorer:
         self._sink = sink
         self._timeout_s = timeout_s
         self._tag = tag
+        self.pins = ExitStack()
+        """Holds what was restored, until the caller's attempt names it as its parent."""
 
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint of the current lineage, damaged ones included."""
         found: int | None = self._coordinator.decide(
             f"{self._tag}/newest",
             {},
-            lambda _: next((c.record.step for c in self._candidates(None) if c.record), None),
+            lambda _: next((c.ref.step for c in self._candidates(None)), None),
             self._timeout_s,
         )
         return found
@@ -84,7 +93,7 @@ class Restorer:
             try:
                 terms = _Terms(f"{self._tag}/{n}", elastic, partial)
                 return self._restore_one(ref, state, flat, terms)
-            except CorruptError as e:
+            except (CorruptError, NotFoundError) as e:  # damaged, or pruned a moment ago
                 if step is not None:
                     raise
                 self._sink.emit(
@@ -103,13 +112,15 @@ class Restorer:
         """Restore one checkpoint on all ranks; CorruptError on every rank if it is damaged for any."""
         opened: _Opened | None = None
         try:
+            self._pin(ref)
             opened = self._open(ref, elastic=terms.elastic)
+            absorbing = absorbing_prefixes(state)
             mine: dict[str, Any] = {
-                **asdict(check(flat, opened.source)),
+                **asdict(check(flat, opened.source, absorbing)),
                 "held": list(flat.leaves),
-                "absorbing": absorbing_prefixes(state),
+                "absorbing": absorbing,
             }
-        except SidestageError as e:
+        except Exception as e:  # the other ranks must not wait for one that gave up
             mine = describe(e)
         source = opened.source if opened else None
 
@@ -123,7 +134,7 @@ class Restorer:
         try:
             tree, per_rank = self._read(opened, flat, set(verdict["make"]), set(verdict["skip"]))
             done: dict[str, Any] = {}
-        except SidestageError as e:
+        except Exception as e:
             done = describe(e)
         self._coordinator.decide(f"{terms.tag}/read", done, _raise_first, self._timeout_s)
         assign(state, tree, per_rank)
@@ -131,6 +142,13 @@ class Restorer:
             self._sink.emit("not_restored", step=ref.step, keys=verdict["skip"])
         self._sink.emit("restored", step=ref.step, epoch=ref.epoch)
         return RestoreResult(ref.step, ref, opened.reader.record.world_size, tuple(verdict["skip"]))
+
+    def _pin(self, ref: CommitRef) -> None:
+        """On rank 0: keep other attempts from pruning this commit. Without a writable store, go on."""
+        self.pins.close()
+        if self._coordinator.rank == 0:
+            with suppress(StorageError):
+                self.pins.enter_context(Pin(self._storage, ref, "restore"))
 
     def _open(self, ref: CommitRef, *, elastic: bool) -> _Opened:
         record: CommitRecord = Catalog(self._storage).read(ref)
@@ -159,15 +177,19 @@ class Restorer:
                 for shard in leaf.shards:
                     reader.read_into(fqn, shard.tensor, shard.offsets)
         for fqn in make:
+            if source.tensors[fqn].kind == "per_rank" and not self._mine(fqn):
+                continue
             live[fqn] = allocate(source.tensors[fqn])
             reader.read_into(fqn, live[fqn], (0,) * len(source.tensors[fqn].shape))
         tree = loaded_tree(flat.values, source.values, live.get)
         per_rank = {
-            path: loaded_tree(want, source.per_rank[path], live.get)
-            for path, want in flat.per_rank.items()
-            if path in source.per_rank
+            path: loaded_tree(flat.per_rank.get(path), stored, live.get)
+            for path, stored in source.per_rank.items()
         }
         return tree, per_rank
+
+    def _mine(self, fqn: str) -> bool:
+        return fqn.endswith(f"@{self._coordinator.rank}")
 
     @staticmethod
     def _foreign(kind: str, source: Source) -> bool:
@@ -203,7 +225,7 @@ def _raise_first(payloads: list[dict[str, Any]]) -> None:
     for rank, p in enumerate(payloads):
         if "error" in p:
             error = revive(p)
-            raise type(error)(f"rank {rank}: {p['message']}")
+            raise type(error)(f"rank {rank}: {error}")
 
 
 def _verdict(
@@ -214,7 +236,7 @@ def _verdict(
     held = {k for p in payloads for k in p["held"]}
     absorbing = tuple(a for p in payloads for a in p["absorbing"])
     extra = extra_keys(source, held)
-    make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind == "replicated"]
+    make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind != "sharded"]
     unwanted = [k for k in extra if k not in set(make)]
     wrong = sorted({w for m in found for w in m.wrong})
     missing = sorted({k for m in found for k in m.missing})

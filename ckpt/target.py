@@ -7,7 +7,7 @@ and what is *extra* against the keys of all ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 
 from ckpt.errors import BadInputError
 from ckpt.index import TensorInfo
-from ckpt.tree import FlatState, Leaf, has_state_dict, torch_dtype
-from ckpt.values import TensorRef, iter_leaves
+from ckpt.tree import FlatState, Leaf, PerRank, has_state_dict, torch_dtype
+from ckpt.values import PerRankRef, TensorRef, iter_leaves
 
 _SHOWN = 8
 
@@ -44,8 +44,11 @@ class Mismatch:
     unclaimed: list[str] = field(default_factory=list)  # per-rank parts of another world
 
 
-def check(flat: FlatState, source: Source) -> Mismatch:
-    """Compare this rank's tensors and values with the checkpoint's."""
+def check(flat: FlatState, source: Source, absorbing: Sequence[str]) -> Mismatch:
+    """Compare this rank's tensors and values with the checkpoint's.
+
+    Values below an `absorbing` prefix are judged by the object that they are given back to.
+    """
     found = Mismatch()
     for fqn, leaf in flat.leaves.items():
         if leaf.kind == "per_rank" and not source.same_world:
@@ -59,14 +62,14 @@ def check(flat: FlatState, source: Source) -> Mismatch:
                 f"{list(leaf.shape)}{_sharding_hint(info, leaf)}"
             )
     found.wrong += _recut_optimizer_state(flat, source.tensors)
-    _check_values(flat.values, source.values, "", found)
+    _check_values(flat.values, source.values, "", found, tuple(absorbing))
     for path, tree in flat.per_rank.items():
         if not source.same_world:
             found.unclaimed.append(path)
         elif path not in source.per_rank:
             found.missing.append(path)
         else:
-            _check_values(tree, source.per_rank[path], path, found)
+            _check_values(tree, source.per_rank[path], path, found, tuple(absorbing))
     return found
 
 
@@ -80,16 +83,17 @@ def extra_keys(source: Source, held: set[str]) -> list[str]:
 
 
 def absorbing_prefixes(state: Any, path: str = "") -> list[str]:
-    """Paths of objects that make their own tensors at load, such as an optimizer before its first step."""
+    """Paths of objects that make their own state at load, such as an optimizer before its first step."""
     if has_state_dict(state):
         return [] if isinstance(state, torch.nn.Module) else [f"{path}."]
+    if isinstance(state, PerRank):
+        return absorbing_prefixes(state.value, path)
+    parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(state, Mapping):
-        return [
-            p
-            for k, v in state.items()
-            for p in absorbing_prefixes(v, f"{path}.{k}" if path else str(k))
-        ]
-    return []
+        parts = state.items()
+    elif type(state) in (list, tuple):
+        parts = enumerate(state)
+    return [p for k, v in parts for p in absorbing_prefixes(v, f"{path}.{k}" if path else str(k))]
 
 
 def refuse(problems: Sequence[str], step: int, advice: str) -> BadInputError:
@@ -140,28 +144,34 @@ def allocate(info: TensorInfo) -> torch.Tensor:
     return torch.empty(info.shape, dtype=torch_dtype(info.dtype))
 
 
-def _check_values(want: Any, stored: Any, path: str, found: Mismatch) -> None:
+def _check_values(
+    want: Any, stored: Any, path: str, found: Mismatch, absorbing: tuple[str, ...]
+) -> None:
     """Every tensor and value of the target has its like in the checkpoint."""
     if isinstance(want, dict) and isinstance(stored, dict):
         for k, v in want.items():
             sub = f"{path}.{k}" if path else str(k)
             if k in stored:
-                _check_values(v, stored[k], sub, found)
+                _check_values(v, stored[k], sub, found, absorbing)
             else:
                 found.missing += [
                     p for p, leaf in iter_leaves(v, sub) if not isinstance(leaf, TensorRef)
                 ]
         return
-    if isinstance(want, TensorRef) != isinstance(stored, TensorRef) or (
-        isinstance(want, dict) != isinstance(stored, dict)
-    ):
+    if path.startswith(absorbing):
+        return
+    if any(isinstance(want, kind) != isinstance(stored, kind) for kind in _STRUCTURE):
         found.wrong.append(
             f"{path}: the checkpoint has a {_kind(stored)}, the state a {_kind(want)}"
         )
 
 
+_STRUCTURE = (TensorRef, PerRankRef, dict)
+
+
 def _kind(value: Any) -> str:
-    return "tensor" if isinstance(value, TensorRef) else type(value).__name__
+    names = {TensorRef: "tensor", PerRankRef: "PerRank part"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _sharding_hint(info: TensorInfo, leaf: Leaf) -> str:
@@ -178,7 +188,9 @@ def _recut_optimizer_state(flat: FlatState, tensors: Mapping[str, TensorInfo]) -
     problems = []
     for fqn, leaf in flat.leaves.items():
         info = tensors.get(fqn)
-        if info is None or leaf.kind != "sharded" or len(leaf.shape) != 2 or not leaf.shards:
+        if info is None or leaf.kind != "sharded" or not leaf.shards:
+            continue
+        if len(leaf.shape) != 2 or info.shape != leaf.shape:
             continue
         stored = {(o[1], s[1]) for o, s in info.boxes if 0 not in s}
         here = {(s.offsets[1], s.sizes[1]) for s in leaf.shards if 0 not in s.sizes}

@@ -9,7 +9,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,10 @@ def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
     if not isinstance(state, Mapping):
         raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
     flat = FlatState()
-    flat.values = _flatten(state, "", None, rank, flat)
+    try:
+        flat.values = _flatten(state, "", None, rank, flat)
+    except RecursionError:
+        raise BadInputError("state: is nested too deep, or holds itself") from None
     return flat
 
 
@@ -83,6 +86,8 @@ def _flatten(value: Any, path: str, owner: int | None, rank: int, flat: FlatStat
     if isinstance(value, PerRank):
         if owner is not None:
             raise BadInputError(f"{path}: PerRank inside PerRank")
+        if path in flat.per_rank:
+            raise BadInputError(f"{path}: two PerRank parts of the state have this key; rename one")
         flat.per_rank[path] = _flatten(value.value, path, rank, rank, flat)
         return PerRankRef(path)
     if isinstance(value, torch.Tensor | ShardedTensor):
@@ -165,6 +170,8 @@ def _dtensor_shards(fqn: str, value: DTensor) -> tuple[Shard, ...]:
 
 def _plain(what: str, tensor: torch.Tensor) -> torch.Tensor:
     """A detached view of a dense tensor, or BadInputError saying why it can't be stored."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise BadInputError(f"{what}: has no shape yet; run its lazy module once before")
     if tensor.is_meta:
         raise BadInputError(f"{what}: is on the meta device and has no data; materialise it first")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -231,10 +238,19 @@ def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "")
             loaded._metadata = getattr(state.state_dict(), "_metadata", None)
         state.load_state_dict(loaded)
         return state
-    if isinstance(state, dict) and isinstance(loaded, Mapping):
+    if isinstance(state, Mapping) and isinstance(loaded, Mapping):
         for k, v in loaded.items():
             sub = f"{path}.{k}" if path else str(k)
-            state[k] = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
+            if k not in state and isinstance(v, PerRankRef) and v.fqn not in per_rank:
+                continue  # another world's: it belongs to nobody here
+            new = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
+            if k in state and new is state[k]:
+                continue  # filled in place, which a mapping that can't be changed permits too
+            if not isinstance(state, MutableMapping):
+                raise BadInputError(
+                    f"{sub}: can't be put back into a {type(state).__name__}; give a dict"
+                )
+            state[k] = new
         return state
     if type(state) in (list, tuple) and type(loaded) is type(state) and len(state) == len(loaded):
         items = [

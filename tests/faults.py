@@ -116,6 +116,9 @@ class FaultyStorage:
     def url(self) -> str:
         return self.inner.url
 
+    def probe(self) -> bool:
+        return self.inner.probe()
+
     def on(self, op: str, pattern: str = "*") -> Fault:
         """A new rule for calls of `op` on keys that match a shell pattern."""
         fault = Fault(op, pattern)

@@ -13,12 +13,15 @@ ROOT = Path(__file__).parent.parent
 CKPT = [
     {"errors", "types"},
     {"config"},
-    {"command", "digest", "events", "formats", "layout", "trust", "values"},
-    {"manifest", "nesting"},
+    {"command", "digest", "events", "findings", "formats", "layout", "trust", "values"},
+    {"machine", "manifest", "nesting"},
     {"index", "schema"},
     {"storage"},
-    {"lineage", "verify"},
-    {"catalog"},
+    {"lineage", "pins", "verify"},
+    {"catalog", "retention"},
+    {"survey"},
+    {"prune"},
+    {"branch", "doctor"},
     {"tree"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
@@ -28,7 +31,7 @@ CKPT = [
     {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]
-NO_TORCH = set().union(*CKPT[:8])
+NO_TORCH = set().union(*CKPT[: next(n for n, layer in enumerate(CKPT) if "tree" in layer)])
 OUTSIDE = {
     "publisher": NO_TORCH | {"tree", "restore"},
     "trainer": set().union(*CKPT),

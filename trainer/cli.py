@@ -58,9 +58,9 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def ett(root: Path, *, as_json: bool) -> None:
+def ett(root: str, *, as_json: bool) -> None:
     """Show which share of a run's wall time was training on new data, and where the rest went.
 
     ROOT is the run's root, or the folder that its ledger was kept in.
@@ -69,7 +69,8 @@ def ett(root: Path, *, as_json: bool) -> None:
 
     found = read_report(root)
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=1))
+        totals = {"batches_repeated": found.batches_repeated, "lost_batches": found.lost_batches}
+        click.echo(json.dumps({**totals, **asdict(found)}, indent=1))
     else:
         _print_report(found)
 

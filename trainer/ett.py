@@ -18,7 +18,8 @@ from typing import Any, Literal, get_args
 from ckpt.errors import NotFoundError
 from ckpt.layout import EVENTS as EVENTS_PREFIX
 from ckpt.layout import ledger_key
-from trainer.ledger import read_ledger
+from ckpt.storage import open_storage
+from trainer.ledger import parse_ledger
 
 Part = Literal[
     "start_up",
@@ -98,15 +99,18 @@ class _Interval:
     batches: tuple[int, int] | None = None
 
 
-def read_report(root: Path) -> EttReport:
-    """Read the ledgers of all attempts and ranks under a local root.
+def read_report(root: str | Path) -> EttReport:
+    """Read the ledgers of all attempts and ranks under a root, or under a ledger folder.
 
     NotFoundError without any, CorruptError naming the file that is broken.
     """
+    storage = open_storage(str(root))
     attempts: dict[int, dict[int, Events]] = {}
-    for path in sorted((root / EVENTS_PREFIX).glob("*/*.jsonl")):
-        m = _KEY.fullmatch(path.relative_to(root).as_posix())
-        if m and ledger_key(int(m[1]), int(m[2])) == m[0] and (events := read_ledger(path)):
+    for info in storage.list(EVENTS_PREFIX):
+        m = _KEY.fullmatch(info.key)
+        if m is None or ledger_key(int(m[1]), int(m[2])) != info.key:
+            continue
+        if events := parse_ledger(storage.read(info.key), f"{storage.url}/{info.key}"):
             attempts.setdefault(int(m[1]), {})[int(m[2])] = events
     if not attempts:
         raise NotFoundError(

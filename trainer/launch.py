@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.config import restart_count
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, SidestageError
 from trainer.config import agent_store_address, launched_place
 
 
@@ -49,8 +49,23 @@ def joined(device: str) -> Iterator[Place]:
         dist.init_process_group(backend)
     try:
         yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
+    except RuntimeError as e:
+        if not lost_a_peer(e):
+            raise
+        raise SidestageError(
+            f"rank {rank} lost its connection to another rank, which has probably ended; look for the "
+            f"first error among the ranks ({str(e).splitlines()[0][:160]})"
+        ) from e
     finally:
         dist.destroy_process_group()
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Did a collective fail because another rank went away? Gloo says so only in words."""
+    if isinstance(error, dist.DistError):
+        return True
+    said = str(error).lower()
+    return "gloo" in said and any(w in said for w in ("connection", "timed out", "read error"))
 
 
 def seed_generators(seed: int) -> None:

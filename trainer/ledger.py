@@ -126,22 +126,28 @@ class SaveEvents:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The events of one file, in the order they were written. A last line cut short is left out.
+    """The events of one file; see `parse_ledger`. StorageError if it can't be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise StorageError(f"{path}: the ledger can't be read: {e.strerror}") from e
+    return parse_ledger(data, str(path))
+
+
+def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
+    """The events of a ledger, in the order they were written. A last line cut short is left out.
 
     CorruptError names the file and line of anything else that isn't an event.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as e:
-        raise StorageError(f"{path}: the ledger can't be read: {e.strerror}") from e
     events = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
+    # What follows the last newline is torn, or empty.
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
             events.append(_checked(json.loads(line)))
         except (ValueError, TypeError, KeyError) as e:
-            raise CorruptError(f"{path}:{number}: not a ledger event: {e}") from None
+            raise CorruptError(f"{where}:{number}: not a ledger event: {e}") from None
     if events and events[0]["event"] != "process":
-        raise CorruptError(f"{path}: begins with {events[0]['event']!r}, not with 'process'")
+        raise CorruptError(f"{where}: begins with {events[0]['event']!r}, not with 'process'")
     return events
 
 

@@ -76,13 +76,13 @@ class KernelCounters:
 
     def __init__(self, model: nn.Module) -> None:
         self._kernels = list(_kernels(model))
+        if not self._kernels:
+            raise BadInputError("this rank has no table kernel; split at least one table by rows")
 
     def state_dict(self) -> dict[str, int]:
         counts = {int(k.iter_cpu.item()) for k in self._kernels}
         if len(counts) > 1:
             raise BadInputError(f"table kernels have run {sorted(counts)} times, not equally often")
-        if not counts:
-            raise BadInputError("this rank has no table kernel; split at least one table by rows")
         return {"iter": counts.pop()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
-from ckpt.config import restart_count
+from ckpt.config import restart_count, spool_folder
 from ckpt.errors import BadInputError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
-from ckpt.storage import LocalStorage, Storage, open_storage
+from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock
 from trainer.ledger import Ledger, SaveEvents
+from trainer.mirror import Mirror, spool_of
 
 B_co = TypeVar("B_co", covariant=True)
 
@@ -65,7 +66,8 @@ class Session(Generic[B_co]):
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
         annotations: strings that every commit carries.
-        ledger: a local folder for the ledger; by default the root, which must then be local.
+        ledger: a local folder for the ledger; by default the root itself where that is local, else
+            a spool folder of this host, from which it is copied to the root.
         clock: for tests.
     """
 
@@ -88,8 +90,12 @@ class Session(Generic[B_co]):
         if save_every < 1:
             raise BadInputError(f"save_every = {save_every}: give at least 1")
         storage = open_storage(root) if isinstance(root, str) else root
-        self._ledger_root = _ledger_root(storage, ledger)
         self._ledger = Ledger(clock)
+        self._mirror: Mirror | None = None
+        if ledger is None and not isinstance(owned(storage), LocalStorage):
+            ledger = spool_of(spool_folder(), storage.url)
+            self._mirror = Mirror(ledger, storage)
+        self._ledger_root = ledger or Path(storage.url)
         self._reader = reader
         self._save_every = save_every
         self._elastic = elastic
@@ -101,7 +107,7 @@ class Session(Generic[B_co]):
         self._checkpointer = Checkpointer(
             storage,
             checkpoint,
-            sink=TeeSink(LogSink(), SaveEvents(self._ledger)),
+            sink=TeeSink(LogSink(), SaveEvents(self._ledger), *filter(None, [self._mirror])),
             clock=clock,
             annotations=annotations,
         )
@@ -217,6 +223,8 @@ class Session(Generic[B_co]):
             self._entered = False
             self._ledger.record("closed")
             self._ledger.close()
+            if self._mirror is not None:
+                self._mirror.copy()
 
     def _begin(self) -> None:
         """Take up where the checkpoint left off, and open the ledger of this attempt."""
@@ -232,7 +240,11 @@ class Session(Generic[B_co]):
         self._ledger.record("restored", step=self.steps, position=self.position, epoch=epoch)
         attempt = self._checkpointer.attempt
         assert attempt is not None, "restore() has claimed an epoch"
-        self._ledger.open(self._ledger_root / ledger_key(attempt.epoch, _rank()))
+        key = ledger_key(attempt.epoch, _rank())
+        if self._mirror is not None:
+            self._mirror.copy_left_over(_rank())
+            self._mirror.follow(key)
+        self._ledger.open(self._ledger_root / key)
 
     @property
     def _restored_step(self) -> int:
@@ -256,14 +268,3 @@ class Session(Generic[B_co]):
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ledger_root(storage: Storage, folder: Path | None) -> Path:
-    """Appending needs a local file."""
-    if folder is not None:
-        return folder
-    if isinstance(storage, LocalStorage):
-        return Path(storage.url)
-    raise BadInputError(
-        f"{storage.url}: the ledger needs a local folder, and this root isn't one; pass `ledger=`"
-    )

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument(
         "--root", default=str(BUILD / "run"), help="an empty or new folder for the run"
     )
+    parser.add_argument("--build", type=Path, default=BUILD, help="folder for logs and the summary")
     parser.add_argument("--short", action="store_true", help="two epochs instead of four")
     args = parser.parse_args()
     console = Console()
@@ -33,11 +34,11 @@ def main() -> int:
         )
 
     try:
-        summary = Demo(args.root, BUILD, short=args.short, say=say).run()
+        summary = Demo(args.root, args.build, short=args.short, say=say).run()
     except SidestageError as e:
         console.print(f"error: {e}", style="red", markup=False, highlight=False)
         return e.exit_code
-    path = BUILD / "summary.json"
+    path = args.build / "summary.json"
     path.write_text(json.dumps(summary, indent=2) + "\n")
     _print(console, summary)
     console.print(f"{time.monotonic() - began:.0f} s in all; the figures are in {path}")

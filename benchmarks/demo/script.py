@@ -19,6 +19,7 @@ from benchmarks.demo.jobs import Job, run, wait_for
 from benchmarks.demo.proof import compare
 from ckpt.config import load_toml
 from ckpt.errors import ConflictError, NotFoundError, SidestageError
+from ckpt.storage import open_storage
 from publisher.registry import Registry, open_registry
 from trainer.movielens import SINGLE_FEATURES, load_movielens
 
@@ -42,7 +43,7 @@ class Demo:
     """One run of the demo.
 
     Args:
-        root: where the run is kept; an existing one is only replaced below `build`.
+        root: where the run is kept, a path or a URL; an existing one is only replaced below `build`.
         build: folder for logs, proofs and the restored file.
         short: fewer epochs.
         say: told what happens, for a person.
@@ -56,6 +57,7 @@ class Demo:
         self._env = {
             "OMP_NUM_THREADS": "1",  # a rank a core
             "PYTHONUNBUFFERED": "1",
+            "SIDESTAGE_SPOOL_DIR": str((build / "spool").absolute()),
             "SIDESTAGE_TRUST_FILE": str((build / "trusted-code").absolute()),
         }
         self._jobs: list[Job] = []
@@ -254,12 +256,17 @@ class Demo:
     def _clear(self) -> None:
         """Remove what an earlier demo left; never anything that isn't the demo's."""
         self._build.mkdir(parents=True, exist_ok=True)
-        root, build = Path(self._root).absolute(), self._build.absolute()
-        if root.exists() and build not in root.parents and any(root.iterdir()):
-            raise ConflictError(f"{root}: isn't empty; name a new folder, or remove it yourself")
-        if build in root.parents:
-            shutil.rmtree(root, ignore_errors=True)
-        for name in ("logs", "proof"):
+        if (
+            "://" not in self._root
+            and self._build.absolute() in Path(self._root).absolute().parents
+        ):
+            shutil.rmtree(self._root, ignore_errors=True)
+        storage = open_storage(self._root)
+        if next(storage.list(), None) is not None:
+            raise ConflictError(
+                f"{storage.url}: isn't empty; name a new root, or empty it yourself"
+            )
+        for name in ("logs", "proof", "spool"):
             shutil.rmtree(self._build / name, ignore_errors=True)
         for name in ("result.json", "summary.json", "final.safetensors", "trusted-code"):
             (self._build / name).unlink(missing_ok=True)

@@ -1,26 +1,29 @@
-"""The `ckpt` command: list, show, verify and restore checkpoints. `--help` imports no torch."""
+"""The `ckpt` command: list, verify, restore, retain and branch checkpoints. `--help` imports no torch."""
 
 from __future__ import annotations
 
 import click
 
 from ckpt.cli.converting import export, import_
+from ckpt.cli.doctoring import doctor
 from ckpt.cli.inspection import ls, show, verify
 from ckpt.cli.restoring import restore
+from ckpt.cli.retaining import branch, pins, prune
 from ckpt.command import entry
 
 
 @click.group(epilog="Every command takes --debug, which shows the trace of an error.")
 @click.version_option(package_name="sidestage")
 def cli() -> None:
-    """Look at, verify and restore Sidestage checkpoints.
+    """Look at, verify, restore, retain and branch Sidestage checkpoints.
 
     Exit codes: 0 done, 1 defect, 2 bad input, 3 not found, 4 conflict, 5 corrupt,
     6 storage failed or too slow, 130 interrupted.
     """
 
 
-for _command in (ls, show, verify, restore, export, import_):
+_COMMANDS = (ls, show, verify, restore, export, import_, prune, pins, branch, doctor)
+for _command in _COMMANDS:
     cli.add_command(_command)
 
 main = entry(cli)

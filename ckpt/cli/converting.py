@@ -54,15 +54,15 @@ def export(
     """
     from ckpt import export as formats
 
-    _, reader = open_checkpoint(root, step)
-    chosen = formats.select(reader, keys)
-    total = sum(reader.info(k).nbytes for k in chosen)
-    with progress_bar(f"step {reader.record.step}", total) as advance:
-        if form == "dcp":
-            size = formats.export_dcp(reader, target, chosen, progress=advance)
-        else:
-            write = formats.export_torch if form == "torch" else formats.export_safetensors
-            size = write(reader, target, chosen, replace=force, progress=advance)
+    with open_checkpoint(root, step, holder="ckpt export") as (_, reader):
+        chosen = formats.select(reader, keys)
+        total = sum(reader.info(k).nbytes for k in chosen)
+        with progress_bar(f"step {reader.record.step}", total) as advance:
+            if form == "dcp":
+                size = formats.export_dcp(reader, target, chosen, progress=advance)
+            else:
+                write = formats.export_torch if form == "torch" else formats.export_safetensors
+                size = write(reader, target, chosen, replace=force, progress=advance)
     if as_json:
         print_json(
             {

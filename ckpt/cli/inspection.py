@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import lru_cache
+
 import click
 
 from ckpt.catalog import Catalog
@@ -16,9 +19,14 @@ from ckpt.cli.shared import (
     progress_bar,
     size_text,
     summary_of,
+    warn_unpinned,
     when,
 )
-from ckpt.errors import BadInputError, CorruptError
+from ckpt.errors import BadInputError, CorruptError, NotFoundError
+from ckpt.manifest import CommitRecord
+from ckpt.pins import pinned
+from ckpt.storage import Storage
+from ckpt.verify import VerifyReport, verify_commit
 
 
 @click.command()
@@ -29,9 +37,15 @@ def ls(root: str, *, as_json: bool) -> None:
     catalog = Catalog(open_existing(root))
     run = catalog.run()
     commits = catalog.commits()
+    origin = catalog.tree().origin
     if as_json:
-        print_json({"run_id": run.run_id, "commits": [summary_of(c) for c in commits]})
+        branched = {} if origin is None else {"origin": asdict(origin)}
+        found = [summary_of(c) for c in commits]
+        print_json({"run_id": run.run_id, **branched, "commits": found})
         return
+    if origin is not None:
+        where = "copied" if origin.pin_id is None else "its data is read there"
+        click.echo(f"branched from {origin.source_url}@{origin.commit.step} ({where})")
     if not commits:
         click.echo(f"{root}: no checkpoints yet (run {run.run_id})")
         return
@@ -57,7 +71,8 @@ def ls(root: str, *, as_json: bool) -> None:
 @JSON_FLAG
 def show(root: str, step: str | None, *, as_json: bool) -> None:
     """Show one checkpoint: its tensors, with shapes and how they are cut, and its values."""
-    found, reader = open_checkpoint(root, step)
+    with open_checkpoint(root, step) as (found, reader):
+        pass  # all that is shown here was read at opening
     keys = sorted(reader.tensors)
     if as_json:
         from ckpt.values import encode_value
@@ -100,8 +115,6 @@ def show(root: str, step: str | None, *, as_json: bool) -> None:
 @JSON_FLAG
 def verify(root: str, step: str | None, *, every: bool, quick: bool, as_json: bool) -> None:
     """Check a checkpoint's files against the digests in its commit. Exit code 5 if any is damaged."""
-    from ckpt.verify import verify_commit
-
     storage = open_existing(root)
     catalog = Catalog(storage)
     catalog.run()
@@ -109,14 +122,18 @@ def verify(root: str, step: str | None, *, every: bool, quick: bool, as_json: bo
         raise BadInputError("give --step or --all, not both")
     targets = catalog.commits() if every else [find_commit(catalog, step)]
     results = []
+    warn = lru_cache(warn_unpinned)  # the same refusal for every checkpoint is told once
     for found in targets:
         if found.record is None:
             results.append({**summary_of(found), "ok": False, "problems": [found.problem]})
             continue
-        with progress_bar(f"step {found.ref.step}", found.record.stored_bytes) as advance:
-            report = verify_commit(
-                storage, found.record, level="quick" if quick else "full", progress=advance
-            )
+        try:
+            with pinned(storage, found.ref, "ckpt verify", refused=warn):
+                report = _verified(storage, found.record, quick=quick)
+        except NotFoundError:
+            if not every:
+                raise
+            continue  # pruned since it was listed
         results.append(
             {
                 **summary_of(found),
@@ -138,3 +155,8 @@ def verify(root: str, step: str | None, *, every: bool, quick: bool, as_json: bo
         raise CorruptError(
             f"{len(bad)} of {len(results)} checkpoints are damaged; restore uses the newest one that verifies"
         )
+
+
+def _verified(storage: Storage, record: CommitRecord, *, quick: bool) -> VerifyReport:
+    with progress_bar(f"step {record.step}", record.stored_bytes) as advance:
+        return verify_commit(storage, record, level="quick" if quick else "full", progress=advance)

@@ -37,11 +37,11 @@ def restore(
 
     if not output.parent.is_dir():
         raise BadInputError(f"{output.parent}: no such folder for the output; make it first")
-    _, reader = open_checkpoint(root, step)
-    chosen = select(reader, keys)
-    total = sum(reader.info(k).nbytes for k in chosen)
-    with progress_bar(f"step {reader.record.step}", total) as advance:
-        size = export_safetensors(reader, output, chosen, replace=force, progress=advance)
+    with open_checkpoint(root, step, holder="ckpt restore") as (_, reader):
+        chosen = select(reader, keys)
+        total = sum(reader.info(k).nbytes for k in chosen)
+        with progress_bar(f"step {reader.record.step}", total) as advance:
+            size = export_safetensors(reader, output, chosen, replace=force, progress=advance)
     if as_json:
         print_json(
             {

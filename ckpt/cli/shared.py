@@ -6,13 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.errors import BadInputError, CorruptError
+from ckpt.errors import BadInputError, CorruptError, NotFoundError, StorageError
+from ckpt.pins import pinned
 from ckpt.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ JSON_FLAG = click.option("--json", "as_json", is_flag=True, help="Print JSON ins
 STEP_OPTION = click.option(
     "--step", metavar="STEP", help="A step, or EPOCH/STEP. Default: the latest."
 )
+
+_PIN_TRIES = 5
 
 
 def open_existing(root: str) -> Storage:
@@ -41,16 +44,48 @@ def find_commit(catalog: Catalog, step: str | None) -> CommitInfo:
     return catalog.find(int(number), epoch=int(epoch) if epoch else None)
 
 
-def open_checkpoint(root: str, step: str | None) -> tuple[CommitInfo, CheckpointReader]:
+@contextmanager
+def open_checkpoint(
+    root: str, step: str | None, *, holder: str | None = None
+) -> Iterator[tuple[CommitInfo, CheckpointReader]]:
+    """A checkpoint, pinned while the block reads it if `holder` says for whom."""
     storage = open_existing(root)
     catalog = Catalog(storage)
     catalog.run()
-    found = find_commit(catalog, step)
-    if found.record is None:
-        raise CorruptError(f"step {found.ref.step}: {found.problem}")
-    from ckpt.restore import CheckpointReader
+    with ExitStack() as stack:
+        for _ in range(_PIN_TRIES):
+            found = find_commit(catalog, step)
+            if found.record is None:
+                raise CorruptError(f"step {found.ref.step}: {found.problem}")
+            if holder is None:
+                break
+            try:
+                stack.enter_context(pinned(storage, found.ref, holder, refused=warn_unpinned))
+                break
+            except NotFoundError:
+                if step is not None:
+                    raise  # else there is a newer one by now
+        else:
+            raise StorageError(
+                f"{root}: each latest checkpoint was deleted before it could be pinned, "
+                f"{_PIN_TRIES} times; is keep_last large enough?"
+            )
+        from ckpt.restore import CheckpointReader
 
-    return found, CheckpointReader(storage, found.record)
+        yield found, CheckpointReader(storage, found.record)
+
+
+def warn_unpinned(why: str) -> None:
+    """For a root that this user can't write: it can be read all the same."""
+    click.echo(f"warning: reading without a pin, retention may interfere: {why}", err=True)
+
+
+def split_step(text: str) -> tuple[str, str | None]:
+    """`ROOT@STEP` or `ROOT@EPOCH/STEP` as (root, step); `ROOT` alone means its latest."""
+    root, at, step = text.rpartition("@")
+    if at and step.replace("/", "", 1).isdecimal():
+        return root, step
+    return text, None
 
 
 def summary_of(c: CommitInfo) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class DcpWriter(StorageWriter):
             raise BadInputError(
                 f"step {step} isn't above step {self._parent.step}, which this writer saved last"
             )
-        check_not_superseded(self._storage, self._attempt.epoch)
+        check_not_superseded(self._storage, self._attempt)
         return self._attempt
 
 

@@ -7,25 +7,45 @@ import re
 from urllib.parse import unquote
 
 from ckpt.errors import BadInputError, NotFoundError, StorageError
+from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.protocol import ObjectWriter, Storage
 
-__all__ = ["LocalStorage", "MemoryStorage", "ObjectWriter", "Storage", "open_storage"]
+__all__ = [
+    "BranchedStorage",
+    "LocalStorage",
+    "MemoryStorage",
+    "ObjectWriter",
+    "Storage",
+    "open_storage",
+    "owned",
+]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> Storage:
-    """The store at a path or `file://` URL.
+    """The store at a path, a `file://` URL or s3://bucket/prefix.
 
     `~` means the home folder, a relative path is taken from the current one, and a `file://`
-    URL is percent-decoded. The folder is made at the first write, unless `must_exist`.
+    URL is percent-decoded. The folder is made at the first write, unless `must_exist`; a bucket
+    is never made. An S3 store is first spoken to by its first call, or here if it `must_exist`;
+    its settings are those of `ckpt.config.s3_settings`. The root of a branch comes as a
+    BranchedStorage, which also reads the root that it came from.
 
     Raises BadInputError for another scheme or a file in the folder's place, NotFoundError
-    if the folder must exist and doesn't, StorageError if it can't be entered.
+    if it must exist and doesn't, StorageError if it can't be entered.
     """
-    path = _local_path(os.fspath(url))
+    url = os.fspath(url)
+    if url[:5].lower() == "s3://":
+        from ckpt.storage.s3 import S3Storage  # slow to import, and most roots are folders
+
+        storage = S3Storage.at(url)
+        if must_exist:
+            storage.check_exists()
+        return BranchedStorage(storage, open_storage)  # finds out when it matters
+    path = _local_path(url)
     try:
         # Opened, not looked at: only that tells whether this user may read it.
         with os.scandir(path):
@@ -42,7 +62,8 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
             f"{path}: can't be read: {e.strerror}; check the owner and mode of that folder "
             f"and of those above it"
         ) from e
-    return LocalStorage(path)
+    branched = BranchedStorage(LocalStorage(path), open_storage)
+    return branched if branched.origin else branched.own
 
 
 def _local_path(url: str) -> str:
@@ -56,7 +77,7 @@ def _local_path(url: str) -> str:
             )
         if scheme != "file":
             raise BadInputError(
-                f"{url}: scheme {scheme!r} isn't supported; give a path or file:///path"
+                f"{url}: scheme {scheme!r} isn't supported; give a path, file:///path or s3://bucket/path"
             )
         path = unquote(path.removeprefix("localhost"))
         if not path.startswith("/"):

@@ -69,6 +69,9 @@ class LocalStorage:
     def url(self) -> str:
         return self._root
 
+    def probe(self) -> bool:
+        return True
+
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         return self._replace(key, data, None)
 
@@ -139,6 +142,16 @@ class LocalStorage:
             with self._lock():
                 os.unlink(name, dir_fd=folder)
             sync_folder(folder)
+
+    def drop_folder(self, prefix: str) -> None:
+        """Remove the folder of a prefix that ends in `/`, if it's empty.
+
+        Only for prefixes that no writer uses again: one that is about to could be disturbed.
+        """
+        folders, name = _split(prefix.removesuffix("/"))
+        # Whatever keeps it there, an empty folder does no harm.
+        with suppress(NotFoundError, StorageError, OSError), self._folder(folders) as folder:
+            os.rmdir(name, dir_fd=folder)
 
     def _replace(self, key: str, data: Buffer, etag: str | None) -> ObjectInfo:
         """Write `data` over `key`; with an etag, only over the version that has it."""

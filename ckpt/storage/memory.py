@@ -28,6 +28,9 @@ class MemoryStorage:
     def url(self) -> str:
         return self._url
 
+    def probe(self) -> bool:
+        return True
+
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         check_key(key)
         with self._lock:

@@ -34,6 +34,14 @@ class Storage(Protocol):
         """Where this store is, for messages."""
         ...
 
+    def probe(self) -> bool:
+        """Does the store honour `create` and `replace_if`, so that writers can exclude each other?
+
+        An object store is asked, once, with a scratch object. Where the answer is False, only one
+        process may write: these calls then look before they write, and races go unseen.
+        """
+        ...
+
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         """Write `data`, replacing any object of that key atomically."""
         ...

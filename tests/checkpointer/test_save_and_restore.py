@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,17 @@ import torch
 
 from ckpt import CheckpointConfig, Checkpointer, PerRank, RngState
 from ckpt.catalog import Catalog
-from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, SaveError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    CorruptError,
+    DeadlineError,
+    NotFoundError,
+    SaveError,
+)
 from ckpt.events import ListSink
 from ckpt.layout import COMMITS, DATA
+from ckpt.manifest import AttemptRecord, decode, encode
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
 from ckpt.storage.local import LocalStorage
@@ -225,7 +236,10 @@ def test_d10_every_dtype_comes_back_bit_for_bit(compression: Any) -> None:
 def test_views_and_shared_memory_are_stored_by_value() -> None:
     storage = MemoryStorage()
     base = torch.arange(24.0).view(4, 6)
+    conjugate = torch.complex(base, base + 1).conj()
     state = {
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
         "t": base.t(),
         "col": base[:, 2],
         "same": base,
@@ -252,9 +266,18 @@ def test_nested_python_values_keep_their_types() -> None:
     assert repr(state["value"]) == repr(value)
 
 
+def circle() -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        (torch.nn.UninitializedParameter(), "a.b: has no shape yet"),
+        (circle(), "is nested too deep, or holds itself"),
         ({1, 2}, "a.b: a builtins.set can't be stored"),
         (object(), "a.b: a builtins.object can't be stored"),
         (torch.zeros(2, device="meta"), "a.b: is on the meta device"),
@@ -274,6 +297,12 @@ def test_what_cannot_be_stored_is_refused_by_name_before_training(bad: Any, mess
 def test_two_tensors_under_one_key_are_refused() -> None:
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     with Checkpointer(MemoryStorage()) as c, pytest.raises(BadInputError, match="a.b: two tensors"):
+        c.save(1, state)
+
+
+def test_two_per_rank_parts_under_one_key_are_refused() -> None:
+    state = {"a.b": PerRank(1), "a": {"b": PerRank(2)}}
+    with Checkpointer(MemoryStorage()) as c, pytest.raises(BadInputError, match="a.b: two PerRank"):
         c.save(1, state)
 
 
@@ -380,6 +409,15 @@ def test_saving_into_a_used_root_without_restore_is_refused() -> None:
         c.save(2, {"a": torch.ones(1)})
 
 
+def test_saving_into_a_root_with_a_damaged_commit_without_restore_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(1)})
+    for info in list(storage.list(COMMITS)):
+        storage.put(info.key, b"cut")
+    with Checkpointer(storage) as c, pytest.raises(ConflictError, match="up to step 1: call rest"):
+        c.save(2, {"a": torch.ones(1)})
+
+
 def test_an_older_attempt_can_no_longer_commit_once_a_newer_one_began() -> None:
     storage = MemoryStorage()
     old = Checkpointer(storage)
@@ -403,6 +441,28 @@ def test_an_epoch_whose_attempt_record_was_lost_is_not_used_again() -> None:
         c.restore({"a": torch.zeros(1)}, fresh=True)
         assert c.attempt is not None
         assert c.attempt.epoch == 2
+
+
+class Unconditional(MemoryStorage):
+    """A store that overwrites where it should refuse, as some S3 look-alikes do."""
+
+    def probe(self) -> bool:
+        return False
+
+    def create(self, key: str, data: Any) -> Any:
+        return self.put(key, data)
+
+
+def test_of_two_writers_on_a_store_that_cannot_exclude_them_one_is_refused() -> None:
+    storage, sink = Unconditional(), ListSink()
+    with Checkpointer(storage, sink=sink) as alone:
+        assert alone.save(1, {"a": 1}).committed.result().step == 1
+        assert sink.named("single_writer_only")
+        # Another job looked at the same moment and took the same epoch.
+        record = decode(AttemptRecord, storage.read("attempts/000001.json"), "")
+        storage.put("attempts/000001.json", encode(replace(record, token="another")))
+        with pytest.raises(ConflictError, match="can't keep writers apart"):
+            alone.save(2, {"a": 1}).committed.result()
 
 
 @pytest.mark.parametrize("op", ["writer", "write", "finish"])
@@ -578,3 +638,123 @@ def test_an_optimizer_gets_its_state_back_before_its_first_step() -> None:
     moments = second.optimizer.state_dict()["state"]
     assert moments.keys() == first.optimizer.state_dict()["state"].keys()
     assert torch.equal(moments[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("bad", [{"n": 3}, {1: "a"}, {"n": None}, {"n": "\ud800"}])
+def test_annotations_that_a_commit_cannot_hold_are_refused(bad: Any) -> None:
+    storage = MemoryStorage()
+    with pytest.raises(BadInputError, match="annotations"):
+        Checkpointer(storage, annotations=bad)
+    with Checkpointer(storage) as c:
+        with pytest.raises(BadInputError, match="annotations"):
+            c.save(1, {"a": 1}, annotations=bad)
+        c.save(1, {"a": 1}, annotations={"n": "3"}).committed.result()
+    latest = Catalog(storage).latest()
+    assert latest is not None
+    assert latest.record is not None
+    assert latest.record.annotations == {"n": "3"}
+
+
+def test_mappings_that_are_no_dicts_are_restored_too() -> None:
+    storage, model = MemoryStorage(), torch.nn.Linear(2, 2)
+    saved(storage, {"o": torch.optim.SGD(model.parameters(), lr=0.5), "p": {"step": 7}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    progress = UserDict(step=0)
+    restored(storage, MappingProxyType({"o": optimizer, "p": progress}))  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert progress["step"] == 7
+    frozen = MappingProxyType({"step": 0})
+    with pytest.raises(BadInputError, match=r"^p.step: can't be put back into a mappingproxy"):
+        restored(storage, {"o": optimizer, "p": frozen})
+
+
+def test_a_part_that_was_per_rank_and_no_longer_is_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": PerRank(5)})
+    state = {"a": 0}
+    with pytest.raises(
+        BadInputError, match="a: the checkpoint has a PerRank part, the state a int"
+    ):
+        restored(storage, state)
+    assert state == {"a": 0}
+
+
+def test_values_that_only_the_checkpoint_has_are_added_per_rank_ones_too() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": 1, "b": 2, "pos": PerRank({"next": 3})})
+    state = {"a": 0}
+    restored(storage, state)
+    assert state == {"a": 1, "b": 2, "pos": PerRank({"next": 3})}
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, PerRank], ids=lambda w: w.__name__)
+def test_an_optimizer_in_a_container_gets_its_state_back_before_its_first_step(wrap: Any) -> None:
+    storage = MemoryStorage()
+    first, second = Job(0), Job(1)
+    first.train(1)
+
+    def state(job: Job) -> dict[str, Any]:
+        return {"o": wrap(job.optimizer if wrap is PerRank else [job.optimizer])}
+
+    saved(storage, state(first))
+    restored(storage, state(second))
+    moments = second.optimizer.state_dict()["state"]
+    assert torch.equal(moments[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+class Cache:
+    """An object whose state has another shape once it has been used, as a data loader's has."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), [({"n": 1}, None), (None, {"n": 1}), (torch.ones(2), None), ([1], ())]
+)
+@pytest.mark.parametrize("wrap", [lambda x: x, PerRank])
+def test_an_object_takes_back_whatever_it_saved(then: Any, now: Any, wrap: Any) -> None:
+    storage, cache = MemoryStorage(), Cache(now)
+    saved(storage, {"c": wrap(Cache(then))})
+    restored(storage, {"c": wrap(cache)})
+    assert repr(cache.held) == repr(then)
+
+
+@pytest.mark.parametrize(("offsets", "shape"), [((0, 0), (5, 2)), ((-1, 0), (1, 2)), ((0,), (4,))])
+def test_a_box_outside_a_tensor_is_refused_and_not_filled_in_part(offsets: Any, shape: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(4, 2)})
+    with pytest.raises(BadInputError, match="a: no box at"):
+        reader(storage, 1).read_into("a", torch.zeros(shape), offsets)
+
+
+def test_cancelling_a_future_stops_neither_the_save_nor_those_after_it() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", "*000001/r00000.bin").block()
+    with Checkpointer(faulty, CheckpointConfig(close_timeout_s=5.0)) as c:
+        first = c.save(1, {"a": 1})
+        gate.wait_reached()
+        assert not first.committed.cancel()
+        gate.open()
+        assert first.committed.result(5).step == 1
+        assert c.save(2, {"a": 1}).committed.result(5).step == 2
+
+
+def test_a_save_that_never_ends_is_told_by_wait_and_by_close() -> None:
+    faulty, sink = FaultyStorage(MemoryStorage()), ListSink()
+    gate = faulty.on("writer", f"{DATA}*").block()
+    c = Checkpointer(faulty, CheckpointConfig(close_timeout_s=0.2), sink=sink)
+    handle = c.save(1, {"a": 1})
+    gate.wait_reached()
+    with pytest.raises(DeadlineError, match="1 saves are still pending after 0.2 s"):
+        c.wait()
+    c.close()
+    assert [e["error"] for e in sink.named("save_failed")] == ["close() gave up waiting"]
+    gate.open()
+    assert handle.committed.result(10).step == 1

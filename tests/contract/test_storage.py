@@ -244,9 +244,9 @@ class TestReplaceIf:
             storage.replace_if("k", b"three", first.etag)
         assert storage.stat("k") == second
 
-    def test_equal_content_still_counts_as_replaced(self, storage: Storage) -> None:
-        etags = {storage.put("k", b"same").etag for _ in range(50)}
-        assert len(etags) == 50
+    def test_equal_content_still_counts_as_replaced(self, backend: Backend) -> None:
+        etags = {backend.storage.put("k", b"same").etag for _ in range(50)}
+        assert len(etags) == (50 if backend.versioned_etags else 1)
 
     def test_of_nothing(self, storage: Storage) -> None:
         with pytest.raises(NotFoundError):
@@ -375,8 +375,10 @@ class TestDelete:
 
 
 class TestKeys:
-    def test_odd_ones_work_everywhere(self, storage: Storage) -> None:
+    def test_odd_ones_work_everywhere(self, backend: Backend) -> None:
+        storage = backend.storage
         odd = [k for k in ODD_KEYS if k != "a[1]"]  # also a folder in this list
+        odd = [k for k in odd if backend.backslashes or "\\" not in k]
         for key in odd:
             storage.create(key, key.encode())
             with pytest.raises(ConflictError):

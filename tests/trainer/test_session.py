@@ -17,7 +17,7 @@ from ckpt.types import Buffer, ObjectInfo
 from tests.trainer.fake_clock import FakeClock
 from trainer import BatchReader, Session
 from trainer.ett import read_report
-from trainer.ledger import read_ledger
+from trainer.ledger import parse_ledger, read_ledger
 
 X = torch.randn(120, 4, generator=torch.Generator().manual_seed(1))
 
@@ -231,13 +231,38 @@ def test_works_only_inside_its_block(tmp_path: Path) -> None:
         pass
 
 
-def test_the_ledger_needs_a_local_folder(tmp_path: Path) -> None:
+def test_a_ledger_can_lie_in_a_folder_of_the_users(tmp_path: Path) -> None:
     loop, storage = Loop(), MemoryStorage()
-    with pytest.raises(BadInputError, match=r"needs a local folder.*pass `ledger=`"):
-        Session(storage, loop.state, loop.reader)
     with Session(storage, loop.state, loop.reader, ledger=tmp_path) as session:
         loop.run(session, until=3)
     assert read_report(tmp_path).attempts[0].batches_new == 3
+    assert not list(storage.list("events/"))
+
+
+def test_the_ledger_of_a_root_that_cannot_be_appended_to_is_copied_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDESTAGE_SPOOL_DIR", str(tmp_path))
+    storage = MemoryStorage()
+    loop = Loop()
+    session = Session(storage, loop.state, loop.reader, save_every=2)
+    with session:
+        loop.run(session, until=2)
+        session.finish()
+        # Committed, and already copied: what follows would be lost with this host only.
+        told = [e["event"] for e in parse_ledger(storage.read(ledger_key(1, 0)), "copy")]
+        assert told[-1] == "save_committed"
+        loop.run(session, until=3)
+    (spooled,) = tmp_path.glob("*/events/000001/r00000.jsonl")
+    assert storage.read(ledger_key(1, 0)) == spooled.read_bytes()
+
+    # A killed attempt leaves a longer file in the spool than it had copied: the next one copies it.
+    with spooled.open("ab") as fh:
+        fh.write(b'{"event":"step","t":99.0,"step":4,"position":4}\n')
+    again = Loop()
+    with Session(storage, again.state, again.reader, save_every=2):
+        assert storage.read(ledger_key(1, 0)) == spooled.read_bytes()
+    assert [o.key for o in storage.list("events/")] == [ledger_key(1, 0), ledger_key(2, 0)]
 
 
 class FullStorage(LocalStorage):

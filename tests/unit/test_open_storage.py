@@ -53,7 +53,7 @@ def test_file_urls_are_decoded_and_paths_are_not(tmp_path: Path, url: str, path:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://bucket/run", "'s3' isn't supported; give a path or file:///path"),
+        ("gs://bucket/run", "'gs' isn't supported; give a path, file:///path or s3://bucket"),
         ("https://host/run", "'https' isn't supported"),
         ("memory://x", r"MemoryStorage\(\)"),
         ("file://relative/run", "absolute path"),

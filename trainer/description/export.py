@@ -35,7 +35,7 @@ from ckpt.schema import (
 )
 from ckpt.storage import Storage
 from ckpt.trust import TrustList
-from trainer.description.lookups import lookup_of, request_features
+from trainer.description.lookups import TOLERANCE, check_pooling, lookup_of, request_features
 from trainer.description.program import (
     ProgramInput,
     export_dense,
@@ -44,9 +44,6 @@ from trainer.description.program import (
     strip,
 )
 from trainer.description.shadow import Feed, RequestIds, in_eval, shadow_of, unwrap
-
-TOLERANCE = 1e-4
-"""Largest accepted difference between program and live model, relative to outputs above 1."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,10 @@ def export_description(served: ServedModel, storage: Storage, trust: TrustList) 
         live = model(*served.args)
         feed.begin(None)
         outputs = shadow(*served.args)
-    lookups = [lookup_of(c, request, served.prefix, served.checkpoint_keys) for c in feed.calls]
+        lookups = []
+        for call in feed.calls:
+            lookups.append(lookup_of(call, request, served.prefix, served.checkpoint_keys))
+            check_pooling(call, lookups[-1])
     described: str | SidestageError
     if _rank() == 0:
         try:

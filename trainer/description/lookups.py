@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ckpt.errors import BadInputError
 from ckpt.schema import FeatureSpec, LookupSpec
 from trainer.description.shadow import Call
+
+TOLERANCE = 1e-4
+"""Largest accepted error, relative to values above 1."""
 
 _POOLING = {"SUM": "sum", "MEAN": "mean"}
 
@@ -57,6 +61,46 @@ def lookup_of(
             FeatureSpec(feature, fqn, config.num_embeddings, config.embedding_dim, pooling)  # type: ignore[arg-type]
         )
     return LookupSpec(call.name, tuple(features))
+
+
+def check_pooling(call: Call, lookup: LookupSpec) -> None:
+    """Prove that the collection does what the schema says: right rows, right pooling, right columns.
+
+    Looks up every id of the request in a bag of its own, pools the rows as the schema says, and
+    compares. Collective. BadInputError naming the feature that differs.
+
+    It does happen: TorchRec 1.8 divides means twice, where a row-wise table with MEAN shares its
+    collection with tables cut otherwise, so the live model isn't what its configuration says.
+    """
+    given = call.features.to_dict()
+    keys = list(given)
+    counts = [given[k].values().numel() for k in keys]
+    most = max(*counts, 1)
+    lengths = torch.zeros(len(keys), most, dtype=call.features.lengths().dtype)
+    for row, count in zip(lengths, counts, strict=True):
+        row[:count] = 1
+    values = torch.cat([given[k].values() for k in keys])
+    single = KeyedJaggedTensor(keys, values, lengths=lengths.reshape(-1).to(values.device))
+    out = call.collection(single)
+    rows = (out.wait() if hasattr(out, "wait") else out).values()
+    column = 0
+    for spec in lookup.features:
+        columns = slice(column, column + spec.dim)
+        column += spec.dim
+        jagged = given[spec.feature]
+        bags = jagged.lengths().long()
+        bag_of = torch.repeat_interleave(torch.arange(len(bags), device=bags.device), bags)
+        pooled = torch.zeros(len(bags), spec.dim, dtype=rows.dtype, device=rows.device)
+        pooled.index_add_(0, bag_of, rows[: len(bag_of), columns])
+        if spec.pooling == "mean":
+            pooled /= bags.clamp(min=1)[:, None]
+        got = call.output[:, columns]
+        error = float((pooled - got).abs().max())
+        if not error <= TOLERANCE * max(1.0, float(got.abs().max())):
+            raise BadInputError(
+                f"{call.name}: feature {spec.feature!r} isn't the {spec.pooling} of its rows (off by "
+                f"{error:.3g}); in TorchRec 1.8, row-wise tables with MEAN need a collection of their own"
+            )
 
 
 def request_features(names: list[str], args: tuple[Any, ...]) -> dict[str, Any]:

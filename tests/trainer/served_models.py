@@ -1,0 +1,249 @@
+"""Small models of the shapes that people serve, and some that can't be described yet."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+
+FEATURES = ["a", "b", "c", "d"]
+ROWS = 40
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def bags(
+    features: list[str], dims: list[int], prefix: str = "t_", *, mean: bool = False, **options: Any
+) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=f"{prefix}{feature}",
+                embedding_dim=dim,
+                num_embeddings=ROWS + 8 * n,
+                feature_names=[feature],
+                pooling=PoolingType.MEAN if mean else PoolingType.SUM,
+            )
+            for n, (feature, dim) in enumerate(zip(features, dims, strict=True))
+        ],
+        **options,
+    )
+
+
+def ids(features: list[str], batch: int, seed: int, *, weighted: bool = False) -> Any:
+    g = generator(seed)
+    lengths = torch.randint(0, 5, (len(features) * batch,), generator=g)
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=g)
+    weights = torch.rand(len(values), generator=g) if weighted else None
+    return KeyedJaggedTensor(keys=features, values=values, lengths=lengths, weights=weights)
+
+
+class Ranker(nn.Module):
+    """One collection, one dense input."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.bags = bags(FEATURES, [8, 8, 8, 8], device=torch.device(device))
+        self.over = nn.Sequential(nn.Linear(4 * 8 + 3, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, dense: Tensor, features: Any) -> Tensor:
+        pooled = self.bags(features).to_dict()
+        return self.over(torch.cat([dense, *(pooled[f] for f in FEATURES)], 1)).squeeze(-1)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return torch.randn(batch, 3, generator=generator(seed)), ids(FEATURES, batch, seed + 1)
+
+
+class TwoTower(nn.Module):
+    """Two collections, one of them called twice; MEAN pooling; dims that differ; a dict of outputs."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.query = bags(["u", "ctx"], [8, 16], "q_", mean=True, device=torch.device(device))
+        self.item = bags(["item", "cat"], [8, 8], "i_", device=torch.device(device))
+        self.left, self.right = nn.Linear(24, 8), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, query: Any, items: Any) -> dict[str, Tensor]:
+        q = self.left(self.query(query).values())
+        first, second = items.split([2, 2])
+        p = self.right(self.item(first).values())
+        swapped = KeyedTensor.regroup([self.item(first)], [["cat", "item"]])[0]
+        del second
+        return {"match": (q * p).sum(1) * self.scale, "norm": swapped.norm(dim=1)}
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return (
+            ids(["u", "ctx"], batch, seed),
+            ids(["item", "cat", "spare1", "spare2"], batch, seed + 1),
+        )
+
+
+class MultiTask(nn.Module):
+    """BatchNorm, tied weights, a buffer that isn't saved, tensors made in forward, an unused input."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.bags = bags(FEATURES, [8, 8, 4, 4], device=torch.device(device))
+        self.norm = nn.BatchNorm1d(3)
+        self.one, self.two = nn.Linear(27, 27), nn.Linear(27, 27)
+        self.two.weight = self.one.weight
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(27, 2)
+        self.register_buffer("prior", torch.tensor([0.1, -0.2]), persistent=False)
+        self.shift = torch.full((2,), 0.25)
+
+    def forward(self, dense: Tensor, unused: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+        x = torch.cat([self.norm(dense), self.bags(features).values()], 1)
+        x = self.drop(self.two(self.one(x).relu()))
+        y = self.head(x) * torch.tensor([1.0, 0.5]) + self.prior + self.shift
+        return y[:, 0], torch.sigmoid(y)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        dense = torch.randn(batch, 3, generator=generator(seed))
+        return dense, dense * 2, ids(FEATURES, batch, seed + 1)
+
+
+class Refused(nn.Module):
+    """Base of models over features a and b that can't be described."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.bags = bags(["a", "b"], [8, 8], device=torch.device(device))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        return self.head(self.bags(features).values())
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return (ids(["a", "b"], batch, seed),)
+
+
+class Rewrites(Refused):
+    def forward(self, features: Any) -> Tensor:
+        values = features.values() * 31 % ROWS
+        hashed = KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
+        return super().forward(hashed)
+
+
+class ReadsLengths(Refused):
+    def forward(self, features: Any) -> Tensor:
+        return super().forward(features) * features.lengths().view(2, -1)[0].float()[:, None]
+
+
+class Branches(Refused):
+    def forward(self, features: Any) -> Tensor:
+        pooled = self.bags(features).values()
+        return self.head(pooled) if pooled.sum() > 0 else -self.head(pooled)
+
+
+class Random(Refused):
+    def forward(self, features: Any) -> Tensor:
+        return nn.functional.dropout(super().forward(features), 0.5, training=True)
+
+
+class FixedBatch(Refused):
+    def forward(self, features: Any) -> Tensor:
+        return super().forward(features) + torch.ones(16, 1)
+
+
+class NoCollection(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.bags
+
+    def forward(self, features: Any) -> Tensor:
+        return self.head(torch.zeros(features.stride(), 16))
+
+
+class Weighted(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = bags(["a", "b"], [8, 8], is_weighted=True)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return (ids(["a", "b"], batch, seed, weighted=True),)
+
+
+class WeightedIds(Refused):
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return Weighted.request(batch, seed)
+
+
+class Sequence(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = EmbeddingCollection(
+            [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=ROWS, feature_names=["a"])]
+        )
+
+
+class PositionWeighted(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec.modules.feature_processor_ import PositionWeightedModule
+        from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+        self.processed = FeatureProcessedEmbeddingBagCollection(
+            bags(["a", "b"], [8, 8], is_weighted=True),
+            {f: PositionWeightedModule(max_feature_length=10) for f in ("a", "b")},
+        )
+
+
+class ManagedCollision(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+        from torchrec.modules.mc_modules import (
+            DistanceLFU_EvictionPolicy,
+            ManagedCollisionCollection,
+            MCHManagedCollisionModule,
+        )
+
+        inner = bags(["a", "b"], [8, 8])
+        modules = {
+            c.name: MCHManagedCollisionModule(
+                zch_size=c.num_embeddings,
+                device=torch.device("cpu"),
+                eviction_interval=2,
+                eviction_policy=DistanceLFU_EvictionPolicy(),
+            )
+            for c in inner.embedding_bag_configs()
+        }
+        self.managed = ManagedCollisionEmbeddingBagCollection(
+            inner, ManagedCollisionCollection(modules, inner.embedding_bag_configs())
+        )
+
+
+class IntegerArgument(Refused):
+    def forward(self, features: Any, clicks: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(features) + clicks[:, None]
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return ids(["a", "b"], batch, seed), torch.arange(batch)
+
+
+class SameFeatureTwice(Refused):
+    def forward(self, features: Any, more: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(features) + super().forward(more)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return ids(["a", "b"], batch, seed), ids(["a", "b"], batch, seed + 1)
