@@ -205,7 +205,7 @@ class _Making:
         )
         with suppress(ConflictError):
             self.target.create(layout.attempt_key(self.ref.epoch), encode(attempt))
-        data = self.source.read(key)
+        data = encode(self.record)
         check_digest(data, self.ref.digest, key)
         self.target.create(key, data)
 

@@ -19,6 +19,7 @@ from ckpt.verify import verify_commit
 
 __all__ = ["AttemptInfo", "Catalog", "CommitInfo", "CommitStatus"]
 
+_TRIES = 10  # listings, while commits come and go faster than they are looked at
 _MOST_STEPS = 12  # named in an error message
 
 
@@ -82,7 +83,18 @@ class Catalog:
         Raises UnsupportedFormatError rather than go back past a commit of another format version.
         """
         tree = self.tree()
-        return self._newest(tree, tree.lineage(strict=True), strict=True)[0]
+        for _ in range(_TRIES):
+            lineage = tree.lineage(strict=True)
+            found = self._newest(tree, lineage, strict=True)[0]
+            before = set(tree.stored)
+            first = lineage[0] if lineage else None
+            if found and first and (first.epoch, first.step) == (found.ref.epoch, found.ref.step):
+                break
+            # Retention may have deleted what was listed, since there is a newer one by now.
+            tree = self.tree()
+            if set(tree.stored) == before:
+                break
+        return found
 
     def find(self, step: int, epoch: int | None = None) -> CommitInfo:
         """The commit of a step in the lineage, or in the given epoch, abandoned or not.

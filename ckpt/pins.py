@@ -6,7 +6,8 @@ A store has no locks, so both sides act in an order that lets one of them notice
     pruner   lists pins, deletes the records of commits that none names, lists pins once more, puts
              back the records of what was pinned meanwhile, and only then deletes data
 
-If the reader still saw the record, its pin was there before the pruner's second listing.
+If the reader still saw the record, its pin was there before the pruner's second listing. For a
+moment the record may be missing all the same, so a reader keeps the one that it has.
 
 A pin with a heartbeat counts until its counter has stood still for its time to live on the
 observer's own monotonic clock: no clock is compared with another machine's. A pin without one
