@@ -8,58 +8,28 @@ looking whose object is there by then, and a file that is closed by an exception
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import io
 import os
 import random
 import re
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import s3fs
 from botocore.exceptions import ClientError
-from fsspec.asyn import get_loop, sync_teardown
+from fsspec.asyn import get_loop
 
 from ckpt.config import MIB, S3Settings
 from ckpt.errors import BadInputError, SidestageError
+from ckpt.storage.s3connection import Connection, Here, Patience
 from ckpt.storage.s3errors import FAILURES, Kind, code_of, explain, kind_of, status_of
 
 _SLOWEST_BYTES_PER_S = MIB / 8
-_MOST_SOCKETS = 256  # opened as needed; who waits for one loses time to answer in
-_CLOSE_S = 1.0
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 T = TypeVar("T")
 Params = Mapping[str, Any]
 Response = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long to keep trying, in seconds.
-
-    attempt_s: for the answer to one request, besides 1 s for each 128 KiB that it sends; and
-        for each further piece of the answer.
-    connect_s: for a connection.
-    first_s: before this process has heard from the store at all, for one answer and for all
-        attempts. Short: an endpoint that doesn't answer at first is usually a wrong one.
-    outage_s: through an outage of a store that has answered before.
-    throttled_s: while the store asks to slow down, or another writer is at the same object.
-    """
-
-    attempt_s: float = 30.0
-    connect_s: float = 4.0
-    first_s: float = 8.0
-    outage_s: float = 30.0
-    throttled_s: float = 120.0
-
-
-BRIEF = Patience(first_s=3.0, outage_s=3.0, throttled_s=3.0)
-"""For cleaning up after a failure, which must not take long to be reported."""
 
 
 class RefusedError(Exception):
@@ -82,7 +52,7 @@ class S3Client:
         self.bucket = bucket
         self.settings = settings
         self.patience = patience or Patience()
-        self._here = _Here(settings, self.patience)
+        self._here = Here(settings, self.patience)
 
     def __reduce__(self) -> tuple[type[S3Client], tuple[str, S3Settings, Patience]]:
         return S3Client, (self.bucket, self.settings, self.patience)
@@ -102,7 +72,7 @@ class S3Client:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin to run a coroutine that makes calls."""
         if self._here.pid != os.getpid():
-            self._here = _Here(self.settings, self.patience)
+            self._here = Here(self.settings, self.patience)
         return asyncio.run_coroutine_threadsafe(work, get_loop())
 
     async def call(
@@ -144,6 +114,8 @@ class S3Client:
                 error = e
             if isinstance(error, ClientError):
                 here.answered = True
+                if 404 in expect and await self._is_absent(connection, op, params, error):
+                    raise RefusedError(404, {}) from None
                 if status_of(error) in expect and code_of(error) != "NoSuchBucket":
                     headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})
                     raise RefusedError(status_of(error), headers) from None
@@ -158,7 +130,7 @@ class S3Client:
 
     async def _attempt(
         self,
-        connection: _Connection,
+        connection: Connection,
         op: str,
         params: Params,
         take: Callable[[Response], Awaitable[T]],
@@ -181,8 +153,23 @@ class S3Client:
                 response["Body"].close()
             raise
 
+    async def _is_absent(
+        self, connection: Connection, op: str, params: Params, e: ClientError
+    ) -> bool:
+        """Is there no such object, and 403 only the answer to who may not list the whole bucket?"""
+        if op not in ("get_object", "head_object") or code_of(e) != "AccessDenied":
+            return False
+        key = params["Key"]
+        try:
+            page = await self._attempt(
+                connection, "list_objects_v2", {"Prefix": key, "MaxKeys": 1}, _whole
+            )
+        except FAILURES:
+            return False
+        return all(item["Key"] != key for item in page.get("Contents", ()))
+
     async def _reason(
-        self, connection: _Connection, op: str, params: Params, e: Exception
+        self, connection: Connection, op: str, params: Params, e: Exception
     ) -> Exception:
         """Why a HEAD was refused: its answer has no body to say so. A one-byte GET's has."""
         if op == "head_object" and isinstance(e, ClientError) and status_of(e) in (400, 403):
@@ -193,58 +180,6 @@ class S3Client:
             except FAILURES as reason:
                 return reason
         return e
-
-
-class _Here:
-    """What belongs to this process alone, and used only on its event loop."""
-
-    def __init__(self, settings: S3Settings, patience: Patience) -> None:
-        self.pid = os.getpid()
-        self.answered = False
-        self._settings = settings
-        self._patience = patience
-        self._current: _Connection | None = None
-
-    async def connection(self) -> _Connection:
-        if self._current is None:
-            self._current = _Connection(self._settings, self._patience)
-        return self._current
-
-    def renew(self, stale: _Connection) -> None:
-        """Let the next call ask the credentials chain again, unless another call did already."""
-        if self._current is stale:
-            self._current = None
-
-
-class _Connection:
-    """An s3fs session: credentials as the chain gave them once, and a pool of sockets."""
-
-    def __init__(self, settings: S3Settings, patience: Patience) -> None:
-        self.endpoint = settings.endpoint or "the S3 endpoint"
-        self._fs = s3fs.S3FileSystem(
-            asynchronous=True,  # our calls run on the loop, and we close it
-            skip_instance_cache=True,  # a shared instance would hold expired credentials
-            use_listings_cache=False,
-            endpoint_url=settings.endpoint,
-            client_kwargs={"region_name": settings.region} if settings.region else {},
-            config_kwargs={
-                "connect_timeout": patience.connect_s,
-                "read_timeout": patience.attempt_s,
-                "retries": {"total_max_attempts": 1},
-                "max_pool_connections": _MOST_SOCKETS,
-                "s3": {"addressing_style": settings.addressing},
-            },
-        )
-        self._clients: list[Any] = []
-        # Calls under way hold this object: a connection that was renewed closes after the last.
-        weakref.finalize(self, _close, self._fs, self._clients, get_loop(), os.getpid())
-
-    async def client(self) -> Any:
-        client = await self._fs.set_session()
-        if not self._clients:
-            self._clients.append(client)
-            self.endpoint = client.meta.endpoint_url
-        return client
 
 
 class _Tries:
@@ -281,16 +216,3 @@ async def _whole(response: Response) -> Response:
 
 async def _drop(response: Response) -> None:
     response["Body"].close()
-
-
-def _close(fs: object, clients: list[Any], loop: asyncio.AbstractEventLoop, pid: int) -> None:
-    """Close a connection's sockets, in the process that opened them."""
-    if os.getpid() != pid:
-        # A forked child shares the parent's sockets and its epoll instance: taking these
-        # objects apart here would deregister the parent's own. They are never freed instead.
-        for inherited in (fs, *clients):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
-        return
-    for client in clients:
-        with contextlib.suppress(Exception):  # at exit the loop may be gone
-            sync_teardown(loop, client.close, timeout=_CLOSE_S)

@@ -7,7 +7,8 @@ import secrets
 from dataclasses import dataclass
 
 from ckpt.errors import SidestageError
-from ckpt.storage.s3client import BRIEF, Params, RefusedError, S3Client
+from ckpt.storage.s3client import Params, RefusedError, S3Client
+from ckpt.storage.s3connection import BRIEF
 
 _NEVER = '"00000000000000000000000000000000"'
 _REFUSED = (404, 412)

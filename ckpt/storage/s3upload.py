@@ -22,7 +22,8 @@ from ckpt.errors import (
     SidestageError,
     StorageError,
 )
-from ckpt.storage.s3client import BRIEF, RefusedError, S3Client
+from ckpt.storage.s3client import RefusedError, S3Client
+from ckpt.storage.s3connection import BRIEF
 from ckpt.storage.s3probe import ConditionProbe, Conditions
 from ckpt.types import Buffer
 

@@ -24,7 +24,8 @@ from xml.sax.saxutils import escape
 
 from ckpt.config import S3Settings
 from ckpt.storage.s3 import S3Storage
-from ckpt.storage.s3client import Patience, S3Client
+from ckpt.storage.s3client import S3Client
+from ckpt.storage.s3connection import Patience
 from tests.faults import Gate
 
 BUCKET = "fake"

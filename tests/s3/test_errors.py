@@ -20,7 +20,8 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.storage.s3 import S3Storage
-from ckpt.storage.s3client import Patience, S3Client
+from ckpt.storage.s3client import S3Client
+from ckpt.storage.s3connection import Patience
 from tests.s3.fake import BUCKET as FAKE_BUCKET
 from tests.s3.fake import QUICK, FakeS3
 from tests.s3.server import BUCKET, SeaweedFS
@@ -125,6 +126,19 @@ class TestAnswers:
                 server.on(method).always().answer(403, "AccessDenied")
             with pytest.raises(StorageError, match=f"AccessDenied.*allow {action} there"):
                 call(server.storage())  # type: ignore[operator]
+
+    def test_a_denied_read_of_nothing_is_not_found(self) -> None:
+        """AWS answers 403 for what isn't there to those who may list only below a prefix."""
+        with FakeS3() as server:
+            storage = server.storage("run")
+            storage.create("k/2", b"x")
+            server.on("GET", "/run/k").always().answer(403, "AccessDenied")
+            server.on("HEAD", "/run/k").always().answer(403, "AccessDenied")
+            for call in (storage.read, storage.stat):
+                with pytest.raises(NotFoundError, match="s3://fake/run/k: no such object"):
+                    call("k")
+                with pytest.raises(StorageError, match="access denied"):
+                    call("k/2")
 
     def test_an_outage_is_sat_out(self) -> None:
         with FakeS3() as server:

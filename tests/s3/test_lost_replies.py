@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ckpt.config import MIB
 from ckpt.errors import ConflictError
+from ckpt.storage.s3 import S3Storage
 from tests.s3.fake import FakeS3
 from tests.s3.proxy import CuttingProxy
+from tests.s3.server import SeaweedFS
 
 
 @pytest.mark.parametrize("size", [0, 100, 12 * MIB])
@@ -21,7 +25,9 @@ def test_our_own_create_is_recognised(credentials: None, size: int) -> None:
         assert server.uploads == {}
 
 
-def test_our_own_create_is_recognised_by_a_real_server(storage, through, seaweedfs, root) -> None:
+def test_our_own_create_is_recognised_by_a_real_server(
+    storage: S3Storage, through: Callable[[str], S3Storage], seaweedfs: SeaweedFS, root: str
+) -> None:
     with CuttingProxy(seaweedfs.port) as proxy:
         near = through(proxy.endpoint)
         for key, size in (("small", 100), ("large", 12 * MIB)):

@@ -1,0 +1,108 @@
+"""Connections to an S3 store: one s3fs session at a time for each process, renewed or left to a parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import s3fs
+from fsspec.asyn import get_loop, sync_teardown
+
+from ckpt.config import S3Settings
+
+_MOST_SOCKETS = 256  # opened as needed; who waits for one loses time to answer in
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to keep trying, in seconds.
+
+    attempt_s: for the answer to one request, besides 1 s for each 128 KiB that it sends; and
+        for each further piece of the answer.
+    connect_s: for a connection.
+    first_s: before this process has heard from the store at all, for one answer and for all
+        attempts. Short: an endpoint that doesn't answer at first is usually a wrong one.
+    outage_s: through an outage of a store that has answered before.
+    throttled_s: while the store asks to slow down, or another writer is at the same object.
+    """
+
+    attempt_s: float = 30.0
+    connect_s: float = 4.0
+    first_s: float = 8.0
+    outage_s: float = 30.0
+    throttled_s: float = 120.0
+
+
+BRIEF = Patience(first_s=3.0, outage_s=3.0, throttled_s=3.0)
+"""For cleaning up after a failure, which must not take long to be reported."""
+
+
+class Here:
+    """What belongs to this process alone, and used only on its event loop."""
+
+    def __init__(self, settings: S3Settings, patience: Patience) -> None:
+        self.pid = os.getpid()
+        self.answered = False
+        self._settings = settings
+        self._patience = patience
+        self._current: Connection | None = None
+
+    async def connection(self) -> Connection:
+        if self._current is None:
+            self._current = Connection(self._settings, self._patience)
+        return self._current
+
+    def renew(self, stale: Connection) -> None:
+        """Let the next call ask the credentials chain again, unless another call did already."""
+        if self._current is stale:
+            self._current = None
+
+
+class Connection:
+    """An s3fs session: credentials as the chain gave them once, and a pool of sockets."""
+
+    def __init__(self, settings: S3Settings, patience: Patience) -> None:
+        self.endpoint = settings.endpoint or "the S3 endpoint"
+        self._fs = s3fs.S3FileSystem(
+            asynchronous=True,  # our calls run on the loop, and we close it
+            skip_instance_cache=True,  # a shared instance would hold expired credentials
+            use_listings_cache=False,
+            endpoint_url=settings.endpoint,
+            client_kwargs={"region_name": settings.region} if settings.region else {},
+            config_kwargs={
+                "connect_timeout": patience.connect_s,
+                "read_timeout": patience.attempt_s,
+                "retries": {"total_max_attempts": 1},
+                "max_pool_connections": _MOST_SOCKETS,
+                "s3": {"addressing_style": settings.addressing},
+            },
+        )
+        self._clients: list[Any] = []
+        # Calls under way hold this object: a connection that was renewed closes after the last.
+        weakref.finalize(self, _close, self._fs, self._clients, get_loop(), os.getpid())
+
+    async def client(self) -> Any:
+        client = await self._fs.set_session()
+        if not self._clients:
+            self._clients.append(client)
+            self.endpoint = client.meta.endpoint_url
+        return client
+
+
+def _close(fs: object, clients: list[Any], loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """Close a connection's sockets, in the process that opened them."""
+    if os.getpid() != pid:
+        # A forked child shares the parent's sockets and its epoll instance: taking these
+        # objects apart here would deregister the parent's own. They are never freed instead.
+        for inherited in (fs, *clients):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+        return
+    for client in clients:
+        with contextlib.suppress(Exception):  # at exit the loop may be gone
+            sync_teardown(loop, client.close, timeout=_CLOSE_S)
