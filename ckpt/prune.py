@@ -125,8 +125,9 @@ class Pruner:
         places = frozenset(tree.stored)
         if self._epoch not in (None, newest):
             return PrunePlan(newest, [], [], [], [], [], places)
-        # A commit's key answers for its data, so that mostly no record has to be read.
-        in_doubt = any((d.epoch, d.step) not in places for d in data)
+        # One save for each commit: then no record has to be read to know that all are listed.
+        found = [(d.epoch, d.step) for d in data]
+        in_doubt = len(set(found) & places) < len(found)
         commits = self._survey.candidates(tree) if judge or in_doubt else []
         keep, delete = choose(commits, pins, self._policy if judge else RetentionPolicy())
         strays, unsettled = unlisted(data if in_doubt else [], commits, newest, settled)
