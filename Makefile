@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Options of the demo, such as DEMO="--short". ROOT is where it keeps its run.
 DEMO ?=
+# Options of the benchmarks, such as BENCH="--quick".
+BENCH ?=
 ROOT ?= build/demo/run
 
 .PHONY: help setup demo test check bench format clean
@@ -50,7 +52,8 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.stall
+	$(BIN)/python -m benchmarks limits --json build/benchmarks/limits.json $(BENCH)
+	$(BIN)/python -m benchmarks stall --json build/benchmarks/stall.json $(BENCH)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

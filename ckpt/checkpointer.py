@@ -11,6 +11,7 @@ with Checkpointer("/data/run") as checkpointer:
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -23,10 +24,17 @@ from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
-from ckpt.errors import BadInputError, ConflictError, SaveSkippedError, SidestageError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    DeadlineError,
+    SaveSkippedError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
-from ckpt.outcomes import Outcomes, SaveHandle, SaveStats
+from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
 from ckpt.persist import Persister, StagedSave, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.prune import Pruner
@@ -83,7 +91,7 @@ class Checkpointer:
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
         self._engine = Engine(arenas, self._config.when_busy, self._config.persist_nice)
         self._sequence = 0
-        self._restores = 0
+        self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -130,7 +138,6 @@ class Checkpointer:
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
-        self._restores += 1
         flat = flatten(state, self._coordinator.rank)
         self._objects(flat)  # refuses what couldn't be saved, before training begins
         restorer = Restorer(
@@ -138,7 +145,7 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag=f"restore/{self._restores}",
+            tag=self._round("restore"),
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
@@ -202,20 +209,28 @@ class Checkpointer:
         return self._submit(save, arena, started)
 
     def wait(self) -> None:
-        """Wait until every save has ended; report failures by policy."""
-        self._engine.drain(self._config.close_timeout_s)
+        """Wait until every save has ended; report failures by policy.
+
+        Raises DeadlineError if that takes longer than `close_timeout_s`.
+        """
+        if not self._engine.drain(self._config.close_timeout_s):
+            raise DeadlineError(
+                f"{self._engine.pending} saves are still pending after "
+                f"{self._config.close_timeout_s:g} s; is the store slow or gone?"
+            )
         self._outcomes.raise_by_policy()
 
     def close(self) -> None:
         """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
 
+        A save that is being written then goes on alone; the event `save_failed` says so.
         Call it before the process group is destroyed: the last commit needs the job's store.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._engine.close(self._config.close_timeout_s)
+        self._drain_and_end("close() gave up waiting")
         self._outcomes.raise_by_policy()
 
     def __enter__(self) -> Checkpointer:
@@ -234,7 +249,7 @@ class Checkpointer:
                 raise
 
     def _submit(self, save: StagedSave, arena: Arena, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         persister = self._persister
         assert persister is not None
 
@@ -267,7 +282,7 @@ class Checkpointer:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
     def _skip(self, step: int, started: float) -> SaveHandle:
-        committed: Future[CommitRef] = Future()
+        committed = uncommitted()
         why = f"{self._engine.pending} earlier saves are pending"
         self._give_up(step, self._sequence, committed, why)
         return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
@@ -275,10 +290,11 @@ class Checkpointer:
     def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
         """End a save without writing it, on all ranks: nobody must wait for this one."""
         error = SaveSkippedError(f"step {step}: skipped, {why}")
-        if self._coordinator.rank == 0:
-            self._coordinator.announce(save_tag(sequence), describe(error))
-        else:
-            self._coordinator.post(save_tag(sequence), describe(error))
+        with contextlib.suppress(StorageError):  # without the job's store no rank can commit it
+            if self._coordinator.rank == 0:
+                self._coordinator.announce(save_tag(sequence), describe(error))
+            else:
+                self._coordinator.post(save_tag(sequence), describe(error))
         self._outcomes.failed(step, committed, error)
 
     def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
@@ -308,7 +324,7 @@ class Checkpointer:
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag="restore/0",
+            tag=self._round("restore"),
         )
         newest = restorer.newest_step()
         if newest is not None:
@@ -334,7 +350,9 @@ class Checkpointer:
                 "started_at_s": mine.started_at_s,
             }
 
-        claimed = self._coordinator.decide("attempt", {}, claim, self._config.commit_timeout_s)
+        claimed = self._coordinator.decide(
+            self._round("attempt"), {}, claim, self._config.commit_timeout_s
+        )
         self._attempt = AttemptRecord(
             world_size=self._coordinator.world_size, parent=parent, **claimed
         )
@@ -347,14 +365,22 @@ class Checkpointer:
             )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
 
+    def _round(self, name: str) -> str:
+        """A key in the job's store that no earlier try has used: its answers still lie there."""
+        self._rounds += 1
+        return f"{name}/{self._rounds}"
+
     def _check_open(self) -> None:
         if self._closed:
             raise BadInputError("this Checkpointer is closed; make a new one")
 
     def _at_exit(self) -> None:
         """The process ends without close(): drain all the same, and say so if that fails."""
+        self._drain_and_end("the process ended first")
+
+    def _drain_and_end(self, why: str) -> None:
         if not self._engine.close(self._config.close_timeout_s):
-            self._sink.emit("save_failed", step=self._last_step, error="the process ended first")
+            self._sink.emit("save_failed", step=self._last_step, error=why)
 
 
 def _checked(annotations: Mapping[str, str]) -> dict[str, str]:

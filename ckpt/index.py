@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,6 +35,8 @@ TensorKind = Literal["sharded", "replicated", "per_rank"]
 _KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 Codec = Literal["raw", "zstd"]
 _CODECS: tuple[Codec, ...] = get_args(Codec)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor, in each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class TensorInfo:
     kind: TensorKind
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    boxes: tuple[Box, ...]
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +94,25 @@ def row_bytes(sizes: tuple[int, ...], dtype: str) -> int:
 def row_count(sizes: tuple[int, ...]) -> int:
     """Rows of a shard: its first dimension; 1 for a 0-d tensor; 0 if it holds nothing."""
     return 0 if 0 in sizes else (sizes[0] if sizes else 1)
+
+
+def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes of one tensor that have an element in common, if there are any."""
+    filled = [b for b in boxes if 0 not in b[1]]
+    if len(filled) < 2:
+        return None
+    starts = [len(set(column)) for column in zip(*(b[0] for b in filled), strict=True)]
+    if not starts:
+        return filled[0], filled[1]
+    axis = starts.index(max(starts))  # swept along the dimension that is cut most, few are open
+    opened: list[Box] = []
+    for box in sorted(filled, key=lambda b: b[0][axis]):
+        opened = [b for b in opened if b[0][axis] + b[1][axis] > box[0][axis]]
+        for other in opened:
+            if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other, strict=True)):
+                return other, box
+        opened.append(box)
+    return None
 
 
 def encode_index(tensors: list[TensorEntry], digest: DigestName) -> bytes:

@@ -24,6 +24,13 @@ class SaveHandle:
     committed: Future[CommitRef]
 
 
+def uncommitted() -> Future[CommitRef]:
+    """The future of a save that has begun. Nobody can cancel it: the save would go on all the same."""
+    committed: Future[CommitRef] = Future()
+    committed.set_running_or_notify_cancel()
+    return committed
+
+
 @dataclass
 class SaveStats:
     """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting.

@@ -24,6 +24,7 @@ from ckpt.index import (
     TensorEntry,
     TensorInfo,
     decode_index,
+    find_overlap,
     row_bytes,
 )
 from ckpt.manifest import CommitRecord, unseal
@@ -69,8 +70,11 @@ class CheckpointReader:
                 index_keys, pool.map(lambda k: self._whole(files[k]), index_keys), strict=True
             ):
                 entries, digest = decode_index(data, key)
+                file = files.get(key.removesuffix(".idx") + ".bin")
+                if file is None:
+                    raise CorruptError(f"{key}: the commit lists no data file beside it")
                 for entry in entries:
-                    self._add(entry, key.removesuffix(".idx") + ".bin", digest)
+                    self._add(entry, file, digest)
         self._check_coverage()
         self._objects = [
             unseal(OBJECTS_KIND, self._whole(f), k)
@@ -117,9 +121,16 @@ class CheckpointReader:
     def read_into(self, fqn: str, out: torch.Tensor, offsets: Sequence[int]) -> None:
         """Fill `out` with the box of the tensor that starts at `offsets` and has out's shape.
 
-        `out` may be any strided view on any device; it must have the stored dtype.
+        `out` may be any strided view on any device; it must have the stored dtype. Raises
+        BadInputError for another dtype, or a box that isn't inside the tensor.
         """
         info = self.info(fqn)
+        if not len(info.shape) == len(offsets) == out.dim() or any(
+            o < 0 or o + n > size for o, n, size in zip(offsets, out.shape, info.shape, strict=True)
+        ):
+            raise BadInputError(
+                f"{fqn}: no box at {tuple(offsets)} of {tuple(out.shape)} in shape {info.shape}"
+            )
         if out.dtype != torch_dtype(info.dtype):
             raise BadInputError(f"{fqn}: stored as {info.dtype}, the target is {out.dtype}")
         jobs = []
@@ -215,11 +226,13 @@ class CheckpointReader:
             raise CorruptError(f"{what}: bytes don't match their digest; use another checkpoint")
         if chunk.codec == "zstd":
             try:
-                raw = zstandard.ZstdDecompressor().decompress(target, max_output_size=raw_bytes)
+                # A frame's own word about its size would overrule max_output_size.
+                size = zstandard.frame_content_size(target)
+                if size != raw_bytes:
+                    raise CorruptError(f"{what}: holds {size} bytes, expected {raw_bytes}")
+                raw = zstandard.ZstdDecompressor().decompress(target)
             except zstandard.ZstdError as e:
                 raise CorruptError(f"{what}: can't be decompressed: {e}") from None
-            if len(raw) != raw_bytes:
-                raise CorruptError(f"{what}: {len(raw)} bytes decompressed, expected {raw_bytes}")
             host_bytes(out)[:] = raw
         return out
 
@@ -233,18 +246,23 @@ class CheckpointReader:
         check_digest(data, file.digest, file.key)
         return data
 
-    def _add(self, entry: TensorEntry, data_key: str, digest: str) -> None:
+    def _add(self, entry: TensorEntry, file: FileEntry, digest: str) -> None:
+        end = max((c.offset + c.stored_bytes for s in entry.shards for c in s.chunks), default=0)
+        if end > file.size_bytes:
+            raise CorruptError(
+                f"{file.key}: {entry.fqn} ends at byte {end}, the file has {file.size_bytes}"
+            )
         known = self.tensors.get(entry.fqn)
         boxes = tuple((s.offsets, s.sizes) for s in entry.shards)
         if known is not None:
             if (known.kind, known.dtype, known.shape) != (entry.kind, entry.dtype, entry.shape):
                 raise CorruptError(
-                    f"{data_key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
+                    f"{file.key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
                 )
             boxes = known.boxes + boxes
         self.tensors[entry.fqn] = TensorInfo(entry.fqn, entry.kind, entry.dtype, entry.shape, boxes)
         self._shards.setdefault(entry.fqn, []).extend(
-            _Stored(s, data_key, digest) for s in entry.shards
+            _Stored(s, file.key, digest) for s in entry.shards
         )
 
     def _check_coverage(self) -> None:
@@ -254,6 +272,8 @@ class CheckpointReader:
                 raise CorruptError(
                     f"{fqn}: shards hold {volume} of {math.prod(info.shape)} elements of {info.shape}"
                 )
+            if pair := find_overlap(info.boxes):
+                raise CorruptError(f"{fqn}: two shards overlap: {pair[0]} and {pair[1]}")
 
 
 class _ChunkCache:

@@ -13,7 +13,6 @@ from ckpt.errors import (
     BadInputError,
     CorruptError,
     NotFoundError,
-    SidestageError,
     StorageError,
 )
 from ckpt.manifest import CommitRecord
@@ -69,7 +68,7 @@ class Restorer:
         found: int | None = self._coordinator.decide(
             f"{self._tag}/newest",
             {},
-            lambda _: next((c.record.step for c in self._candidates(None) if c.record), None),
+            lambda _: next((c.ref.step for c in self._candidates(None)), None),
             self._timeout_s,
         )
         return found
@@ -121,7 +120,7 @@ class Restorer:
                 "held": list(flat.leaves),
                 "absorbing": absorbing,
             }
-        except SidestageError as e:
+        except Exception as e:  # the other ranks must not wait for one that gave up
             mine = describe(e)
         source = opened.source if opened else None
 
@@ -135,7 +134,7 @@ class Restorer:
         try:
             tree, per_rank = self._read(opened, flat, set(verdict["make"]), set(verdict["skip"]))
             done: dict[str, Any] = {}
-        except SidestageError as e:
+        except Exception as e:
             done = describe(e)
         self._coordinator.decide(f"{terms.tag}/read", done, _raise_first, self._timeout_s)
         assign(state, tree, per_rank)
@@ -226,7 +225,7 @@ def _raise_first(payloads: list[dict[str, Any]]) -> None:
     for rank, p in enumerate(payloads):
         if "error" in p:
             error = revive(p)
-            raise type(error)(f"rank {rank}: {p['message']}")
+            raise type(error)(f"rank {rank}: {error}")
 
 
 def _verdict(

@@ -188,7 +188,9 @@ def _recut_optimizer_state(flat: FlatState, tensors: Mapping[str, TensorInfo]) -
     problems = []
     for fqn, leaf in flat.leaves.items():
         info = tensors.get(fqn)
-        if info is None or leaf.kind != "sharded" or len(leaf.shape) != 2 or not leaf.shards:
+        if info is None or leaf.kind != "sharded" or not leaf.shards:
+            continue
+        if len(leaf.shape) != 2 or info.shape != leaf.shape:
             continue
         stored = {(o[1], s[1]) for o, s in info.boxes if 0 not in s}
         here = {(s.offsets[1], s.sizes[1]) for s in leaf.shards if 0 not in s.sizes}

@@ -21,6 +21,7 @@ CKPT = [
     {"catalog", "retention"},
     {"survey"},
     {"prune"},
+    {"branch", "doctor"},
     {"tree"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),

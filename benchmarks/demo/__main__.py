@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument(
         "--root", default=str(BUILD / "run"), help="an empty or new folder for the run"
     )
+    parser.add_argument("--build", type=Path, default=BUILD, help="folder for logs and the summary")
     parser.add_argument("--short", action="store_true", help="two epochs instead of four")
     args = parser.parse_args()
     console = Console()

@@ -15,6 +15,8 @@ from ckpt.export.targets import new_file, sync_file
 from ckpt.restore import CheckpointReader
 from ckpt.values import TensorRef, map_leaves
 
+_MOST_INT_BITS = 2039  # 255 bytes with a sign: the longest kind that weights_only knows
+
 
 def export_torch(
     reader: CheckpointReader,
@@ -33,7 +35,12 @@ def export_torch(
     weights_only refuses; CorruptError if a chunk doesn't match its digest.
     """
 
-    def load(_: str, leaf: Any) -> Any:
+    def load(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, int) and leaf.bit_length() > _MOST_INT_BITS:
+            raise BadInputError(
+                f"{path}: torch.load(weights_only=True) reads no integer of {leaf.bit_length()} bits; "
+                f"use another format"
+            )
         if not isinstance(leaf, TensorRef):
             return leaf
         tensor = reader.read(leaf.fqn)
@@ -53,7 +60,7 @@ def export_torch(
         except pickle.UnpicklingError as e:
             raise BadInputError(
                 f"step {reader.record.step} has a value that torch.load(weights_only=True) doesn't "
-                f"read, such as an integer of 2048 bits; use another format ({_last_line(e)})"
+                f"read ({_last_line(e)}); use another format"
             ) from e
         return partial.stat().st_size
 

@@ -62,7 +62,7 @@ def read(folder: Path) -> Iterator[Content]:
     if sidecar.is_file():
         yield Content(_as_exported(sidecar, leaves))
         return
-    flat = {key: (metadata.paths[key], leaf) for key, leaf in leaves.items()}
+    flat = {key: (path, leaves[key]) for key, path in metadata.paths.items()}
     yield Content(nesting.number_optimizer_state(nesting.nested(flat)))
 
 

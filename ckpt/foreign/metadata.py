@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What a DCP folder holds, every number checked: tensors, objects, and the paths of both."""
+    """What a DCP folder holds, every number checked: tensors, objects, and the paths of both, in order."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredItem]
@@ -145,13 +145,14 @@ class _Reader:
 
     def metadata(self, root: Any) -> DcpMetadata:
         _expect(root, "Metadata")
-        for index, info in dict(root["storage_data"]).items():
+        for index, info in _mapping(root["storage_data"]).items():
             _expect(index, "MetadataIndex")
             offset = index.state.get("offset")
             key = (_text(index["fqn"]), None if offset is None else _numbers(offset))
             self._items[key] = self._item(key[0], info)
         tensors, objects = {}, {}
-        for key, entry in dict(root["state_dict_metadata"]).items():
+        entries = _mapping(root["state_dict_metadata"])
+        for key, entry in entries.items():
             if _named(entry) == "BytesStorageMetadata":
                 objects[_text(key)] = self._found(key, None)
             else:
@@ -160,7 +161,7 @@ class _Reader:
         paths = root.state.get("planner_data")
         # A planner that doesn't flatten leaves no paths: its keys are those of the state itself.
         known = {str(k): tuple(p) for k, p in paths.items()} if isinstance(paths, dict) else {}
-        return DcpMetadata(tensors, objects, {k: known.get(k, (k,)) for k in (*tensors, *objects)})
+        return DcpMetadata(tensors, objects, {key: known.get(key, (key,)) for key in entries})
 
     def _tensor(self, key: str, entry: _Record) -> StoredTensor:
         properties = entry["properties"]
@@ -208,6 +209,12 @@ def _named(record: Any) -> str:
 def _expect(record: Any, name: str) -> None:
     if _named(record) != name:
         raise TypeError(f"expected a {name}, found a {_named(record)}")
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found a {type(value).__name__}")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -41,7 +41,7 @@ def load_weights(
     except Exception as e:  # torch and its unpickler raise anything on bytes that aren't theirs
         if "TorchScript" in str(e):
             raise BadInputError(f"{what}: a TorchScript program, not a state dict") from None
-        if "failed locating file" in str(e):
+        if "failed locating file" in str(e) or "hasRecord" in str(e):
             raise BadInputError(f"{what}: a zip archive, but not one of torch.save") from None
         raise CorruptError(f"{what}: damaged or cut off ({_reason(e)})") from None
 

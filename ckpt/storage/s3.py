@@ -198,7 +198,7 @@ class S3Storage:
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if _is_key(key):
-                    found.append(ObjectInfo(key, int(item["Size"]), item["ETag"]))
+                    found.append(ObjectInfo(key, int(item["Size"]), item.get("ETag", "")))
             if not page.get("IsTruncated"):
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}

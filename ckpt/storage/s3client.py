@@ -28,7 +28,8 @@ from ckpt.config import MIB, S3Settings
 from ckpt.errors import BadInputError, SidestageError
 from ckpt.storage.s3errors import FAILURES, Kind, code_of, explain, kind_of, status_of
 
-_SLOWEST_BYTES_PER_S = MIB / 4
+_SLOWEST_BYTES_PER_S = MIB / 8
+_MOST_SOCKETS = 256  # opened as needed; who waits for one loses time to answer in
 _CLOSE_S = 1.0
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
@@ -41,14 +42,16 @@ Response = dict[str, Any]
 class Patience:
     """How long to keep trying, in seconds.
 
-    attempt_s: for one request, besides 1 s for each 256 KiB that it sends.
-    first_s: before this process has heard from the store at all. Short: an endpoint that can't
-        be reached from the start is usually a wrong one.
+    attempt_s: for the answer to one request, besides 1 s for each 128 KiB that it sends; and
+        for each further piece of the answer.
+    connect_s: for a connection.
+    first_s: before this process has heard from the store at all, for one answer and for all
+        attempts. Short: an endpoint that doesn't answer at first is usually a wrong one.
     outage_s: through an outage of a store that has answered before.
     throttled_s: while the store asks to slow down, or another writer is at the same object.
     """
 
-    attempt_s: float = 10.0
+    attempt_s: float = 30.0
     connect_s: float = 4.0
     first_s: float = 8.0
     outage_s: float = 30.0
@@ -163,7 +166,8 @@ class S3Client:
         sent = params.get("Body", b"")
         # A new body each time: a repeat must not find one that is read to its end already.
         body = {"Body": io.BytesIO(sent)} if sent else {}
-        async with asyncio.timeout(self.patience.attempt_s + len(sent) / _SLOWEST_BYTES_PER_S):
+        answer_s = self.patience.attempt_s if self._here.answered else self.patience.first_s
+        async with asyncio.timeout(answer_s + len(sent) / _SLOWEST_BYTES_PER_S):
             client = await connection.client()
             # The client's own method, not fs.call_s3: that drops parameters which a method
             # doesn't know, and a condition that is dropped is an overwritten object.
@@ -227,7 +231,7 @@ class _Connection:
                 "connect_timeout": patience.connect_s,
                 "read_timeout": patience.attempt_s,
                 "retries": {"total_max_attempts": 1},
-                "max_pool_connections": max(32, settings.parallel * 2),
+                "max_pool_connections": _MOST_SOCKETS,
                 "s3": {"addressing_style": settings.addressing},
             },
         )

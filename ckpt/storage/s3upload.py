@@ -29,7 +29,6 @@ from ckpt.types import Buffer
 TOKEN = "sidestage-write"
 _MOST_PARTS = 10_000
 _GROWTH_PARTS = 1_000
-_REFUSED = (404, 409, 412, 501)
 
 Condition = Mapping[str, str]
 ANY: Condition = {}
@@ -58,6 +57,7 @@ class Upload:
         self._filling = io.BytesIO()
         self._upload_id: str | None = None
         self._parts: list[Future[str]] = []
+        self._pending: list[Future[str]] = []
         self.size_bytes = 0
         self.closed = False
         self.failed: SidestageError | None = None
@@ -91,7 +91,6 @@ class Upload:
             return
         for part in self._parts:
             part.cancel()
-        wait(self._parts)
         self._filling = io.BytesIO()
         if self._upload_id is not None:
             upload = {"Key": self._key, "UploadId": self._upload_id}
@@ -134,15 +133,16 @@ class Upload:
             )
         if self._upload_id is None:
             self._upload_id = self._client.run(self._begin())
-        pending = [part for part in self._parts if not part.done()]
-        while len(pending) >= self._client.settings.parallel:
-            pending = list(wait(pending, return_when=FIRST_COMPLETED).not_done)
-        for part in self._parts:
+        if len(self._pending) >= self._client.settings.parallel:
+            wait(self._pending, return_when=FIRST_COMPLETED)
+        for part in self._pending:
             if part.done():
-                part.result()
+                part.result()  # raises what it failed with
         number, data = len(self._parts) + 1, self._filling.getvalue()
         self._filling = io.BytesIO()
-        self._parts.append(self._client.submit(self._send(self._upload_id, number, data)))
+        sending = self._client.submit(self._send(self._upload_id, number, data))
+        self._parts.append(sending)
+        self._pending = [*(part for part in self._pending if not part.done()), sending]
 
     async def _begin(self) -> str:
         response = await self._client.call(
@@ -186,9 +186,13 @@ class Upload:
         if not honoured:
             await self._check_condition()
         condition = self._condition if honoured else ANY
+        expect: tuple[int, ...] = (404, 412, 501) if condition else ()
+        if op == "complete_multipart_upload":
+            # 404: a lost reply, or somebody dropped the upload. 409: no use to try this one again.
+            expect = (404, 409, 412, 501)
         try:
             response = await self._client.call(
-                op, {"Key": self._key, **params, **condition}, expect=_REFUSED
+                op, {"Key": self._key, **params, **condition}, expect=expect
             )
         except RefusedError as e:
             if e.status == 501 and condition:

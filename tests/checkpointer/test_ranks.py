@@ -10,7 +10,14 @@ import torch
 from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.catalog import Catalog
 from ckpt.coordinator import Coordinator
-from ckpt.errors import BadInputError, CorruptError, DeadlineError, SaveError, StorageError
+from ckpt.errors import (
+    BadInputError,
+    CorruptError,
+    DeadlineError,
+    SaveError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.layout import DATA
 from ckpt.restore import CheckpointReader
 from ckpt.storage.memory import MemoryStorage
@@ -269,3 +276,69 @@ def test_each_rank_gets_its_own_optimizer_back_before_its_first_step() -> None:
 
     for rank, moment in enumerate(values(on_ranks(2, body))):
         assert torch.equal(moment, stepped(rank).state_dict()["state"][0]["exp_avg"])
+
+
+def test_a_rank_whose_tensor_cannot_be_filled_ends_the_restore_on_all() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"w": PerRank(torch.ones(2, 3))}))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        w = torch.zeros(1, 3).expand(2, 3) if rank == 1 else torch.zeros(2, 3)
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
+            return c.restore({"w": PerRank(w)})
+
+    for r in on_ranks(2, body):
+        assert isinstance(r, SidestageError)
+        assert "rank 1: RuntimeError: unsupported operation" in str(r)
+
+
+class DyingStore:
+    """The job's store, which can be cut off."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.dead = False
+
+    def clone(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if self.dead:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("policy", ["skip", "coalesce"])
+def test_giving_up_a_save_needs_no_store(policy: Any) -> None:
+    storage = FaultyStorage(MemoryStorage())
+    gate = storage.on("writer", "*000001/r00000.bin").block()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        store = DyingStore(place["store"])
+        pending = 2 if policy == "coalesce" else 1
+        config = CheckpointConfig(when_busy=policy, max_pending=pending, commit_timeout_s=2.0)
+        with Checkpointer(storage, config, **{**place, "store": store}) as c:
+            handles = [c.save(1, {"a": torch.ones(2)})]
+            if rank == 0:
+                gate.wait_reached()
+                store.dead = True
+                handles += [c.save(step, {"a": torch.ones(2)}) for step in (2, 3)]
+                gate.open()
+            return [h.committed.exception(20) for h in handles]
+
+    lonely, _ = values(on_ranks(2, body))
+    assert all(isinstance(e, SaveError | StorageError) for e in lonely)
+
+
+@pytest.mark.parametrize("op", [("list", "attempts/*"), ("create", "attempts/*")])
+def test_a_first_save_can_be_tried_again_after_the_store_failed(op: tuple[str, str]) -> None:
+    storage = FaultyStorage(MemoryStorage())
+    storage.on(*op).fail(StorageError("no route"))
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
+            with pytest.raises(StorageError, match="no route"):
+                c.save(1, {"a": torch.ones(2)})
+            return c.save(1, {"a": torch.ones(2)}).committed.result()
+
+    assert [ref.step for ref in values(on_ranks(2, body))] == [1, 1]

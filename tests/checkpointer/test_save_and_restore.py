@@ -14,7 +14,14 @@ import torch
 
 from ckpt import CheckpointConfig, Checkpointer, PerRank, RngState
 from ckpt.catalog import Catalog
-from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, SaveError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    CorruptError,
+    DeadlineError,
+    NotFoundError,
+    SaveError,
+)
 from ckpt.events import ListSink
 from ckpt.layout import COMMITS, DATA
 from ckpt.manifest import AttemptRecord, decode, encode
@@ -402,6 +409,15 @@ def test_saving_into_a_used_root_without_restore_is_refused() -> None:
         c.save(2, {"a": torch.ones(1)})
 
 
+def test_saving_into_a_root_with_a_damaged_commit_without_restore_is_refused() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(1)})
+    for info in list(storage.list(COMMITS)):
+        storage.put(info.key, b"cut")
+    with Checkpointer(storage) as c, pytest.raises(ConflictError, match="up to step 1: call rest"):
+        c.save(2, {"a": torch.ones(1)})
+
+
 def test_an_older_attempt_can_no_longer_commit_once_a_newer_one_began() -> None:
     storage = MemoryStorage()
     old = Checkpointer(storage)
@@ -708,3 +724,37 @@ def test_an_object_takes_back_whatever_it_saved(then: Any, now: Any, wrap: Any) 
     saved(storage, {"c": wrap(Cache(then))})
     restored(storage, {"c": wrap(cache)})
     assert repr(cache.held) == repr(then)
+
+
+@pytest.mark.parametrize(("offsets", "shape"), [((0, 0), (5, 2)), ((-1, 0), (1, 2)), ((0,), (4,))])
+def test_a_box_outside_a_tensor_is_refused_and_not_filled_in_part(offsets: Any, shape: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"a": torch.ones(4, 2)})
+    with pytest.raises(BadInputError, match="a: no box at"):
+        reader(storage, 1).read_into("a", torch.zeros(shape), offsets)
+
+
+def test_cancelling_a_future_stops_neither_the_save_nor_those_after_it() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", "*000001/r00000.bin").block()
+    with Checkpointer(faulty, CheckpointConfig(close_timeout_s=5.0)) as c:
+        first = c.save(1, {"a": 1})
+        gate.wait_reached()
+        assert not first.committed.cancel()
+        gate.open()
+        assert first.committed.result(5).step == 1
+        assert c.save(2, {"a": 1}).committed.result(5).step == 2
+
+
+def test_a_save_that_never_ends_is_told_by_wait_and_by_close() -> None:
+    faulty, sink = FaultyStorage(MemoryStorage()), ListSink()
+    gate = faulty.on("writer", f"{DATA}*").block()
+    c = Checkpointer(faulty, CheckpointConfig(close_timeout_s=0.2), sink=sink)
+    handle = c.save(1, {"a": 1})
+    gate.wait_reached()
+    with pytest.raises(DeadlineError, match="1 saves are still pending after 0.2 s"):
+        c.wait()
+    c.close()
+    assert [e["error"] for e in sink.named("save_failed")] == ["close() gave up waiting"]
+    gate.open()
+    assert handle.committed.result(10).step == 1

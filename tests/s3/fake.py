@@ -28,7 +28,7 @@ from ckpt.storage.s3client import Patience, S3Client
 from tests.faults import Gate
 
 BUCKET = "fake"
-QUICK = Patience(attempt_s=5.0, connect_s=1.0, first_s=1.0, outage_s=2.0, throttled_s=2.0)
+QUICK = Patience(attempt_s=5.0, connect_s=1.0, first_s=4.0, outage_s=1.5, throttled_s=1.5)
 Conditions = Literal["honour", "put only", "ignore", "reject"]
 
 
@@ -127,7 +127,7 @@ class FakeS3:
         endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
         return S3Settings(endpoint=endpoint, region="us-east-1", part_bytes=5 << 20)
 
-    def storage(self, prefix: str = "", patience: Patience = QUICK) -> S3Storage:
+    def storage(self, prefix: str = "", patience: Patience | None = None) -> S3Storage:
         return S3Storage(S3Client(BUCKET, self.settings, patience), prefix)
 
     def seen(self, method: str, text: str = "") -> list[Request]:
@@ -182,6 +182,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer)
+
+    def handle(self) -> None:
+        with suppress(OSError):  # a client that went away
+            super().handle()
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _handle  # noqa: N815 - its interface
 

@@ -136,14 +136,14 @@ class TestAnswers:
     def test_an_outage_that_lasts_is_reported(self) -> None:
         with FakeS3() as server:
             server.on("PUT").always().answer(503, "ServiceUnavailable")
-            error = failure(server.storage())
+            error = failure(server.storage(patience=QUICK))
             assert "HTTP 503 ServiceUnavailable" in str(error)
             assert len(server.requests) > 2
 
     def test_a_throttled_call_says_so(self) -> None:
         with FakeS3() as server:
             server.on("PUT").always().answer(503, "SlowDown")
-            assert "throttles" in str(failure(server.storage()))
+            assert "throttles" in str(failure(server.storage(patience=QUICK)))
 
     def test_a_body_that_is_no_xml(self) -> None:
         with FakeS3() as server:
@@ -186,6 +186,6 @@ class TestUnreachable:
 
     def test_a_store_that_goes_away(self) -> None:
         with FakeS3() as server:
-            storage = server.storage()
+            storage = server.storage(patience=QUICK)
             storage.create("k", b"x")
         assert "can't be reached" in str(failure(storage))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import struct
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt.index import (
     TensorInfo,
     decode_index,
     encode_index,
+    find_overlap,
     row_bytes,
     row_count,
 )
@@ -198,3 +200,31 @@ def test_rows() -> None:
 def test_a_tensors_size() -> None:
     info = TensorInfo("t", "sharded", "float16", (3, 5), ())
     assert info.nbytes == math.prod((3, 5)) * 2
+
+
+@st.composite
+def some_boxes(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    dims = draw(st.integers(1, 3))
+    numbers = st.tuples(*[st.integers(0, 4)] * dims)
+    return draw(st.lists(st.tuples(numbers, numbers), max_size=6))
+
+
+@given(some_boxes())
+def test_overlapping_boxes_are_found(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    elements = [
+        set(itertools.product(*(range(o, o + s) for o, s in zip(*b, strict=True)))) for b in boxes
+    ]
+    pairs = itertools.combinations(range(len(boxes)), 2)
+    overlap = any(elements[i] & elements[j] for i, j in pairs)
+    found = find_overlap(boxes)
+    assert (found is not None) == overlap
+    if found:
+        a, b = (elements[boxes.index(box)] for box in found)
+        assert a & b
+
+
+def test_a_large_grid_of_boxes_is_checked_quickly() -> None:
+    grid = [((r * 10, c), (10, 1)) for r in range(2000) for c in range(10)]
+    assert find_overlap(grid) is None
+    assert find_overlap([*grid, ((5, 3), (1, 1))]) is not None
+    assert find_overlap([((), ())] * 2) is not None

@@ -1,0 +1,57 @@
+"""Runs one benchmark: prints a table and writes its figures as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import limits, report, stall
+from benchmarks.report import Report
+
+BENCHMARKS: dict[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], Report]]
+] = {
+    "limits": (limits.add_options, limits.run),
+    "stall": (stall.add_options, stall.run),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, (add_options, _) in BENCHMARKS.items():
+        one = names.add_parser(name, help=f"see benchmarks/README.md, section {name}")
+        one.add_argument("--json", type=Path, required=True, metavar="FILE", help="figures go here")
+        one.add_argument("--quick", action="store_true", help="small sizes, for CI")
+        one.add_argument(
+            "--root",
+            type=Path,
+            default=Path("build/benchmarks"),
+            help="folder on the storage to measure; a scratch folder is made in it and removed",
+        )
+        one.add_argument("--repeats", type=int, help="measure everything so often")
+        one.add_argument(
+            "--calm",
+            type=float,
+            default=0,
+            metavar="S",
+            help="before each part wait at most so long until others leave the machine idle (0)",
+        )
+        add_options(one)
+    args = parser.parse_args(argv)
+    # End like an error does, so that ranks are killed and scratch folders removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    args.root.mkdir(parents=True, exist_ok=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    result = BENCHMARKS[args.name][1](args)
+    report.write(args.json, result)
+    report.show(args.name, result)
+    print(f"the figures are in {args.json}")
+    return 1 if result.ratios.get("exact") is False else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
