@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import cast
 
 from ckpt import layout
 from ckpt.catalog import Catalog
@@ -23,7 +24,14 @@ from ckpt.errors import ConflictError, NotFoundError, SidestageError
 from ckpt.pins import PinBoard
 from ckpt.retention import Candidate, Verdict, choose
 from ckpt.storage import BranchedStorage, LocalStorage, Storage, owned
-from ckpt.survey import SavedData, Surveyor, newest_epoch, unlisted
+from ckpt.survey import (
+    KeepsParts,
+    SavedData,
+    Surveyor,
+    newest_epoch,
+    unfinished_uploads,
+    unlisted,
+)
 from ckpt.types import Clock, CommitRef
 
 _WORKERS = 8  # deletes in flight: an object store takes tens of milliseconds for each
@@ -233,6 +241,8 @@ class Pruner:
         with ThreadPoolExecutor(_WORKERS) as pool:
             for prefix in prefixes:
                 try:
+                    for upload in unfinished_uploads(self._own, prefix):
+                        cast(KeepsParts, self._own).abort(upload)
                     keys = [o.key for o in self._own.list(prefix)]
                 except SidestageError as e:
                     result.problems.append(str(e))

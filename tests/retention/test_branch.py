@@ -21,7 +21,6 @@ from ckpt.storage import BranchedStorage, LocalStorage, MemoryStorage, open_stor
 from ckpt.types import SystemClock
 from ckpt.verify import verify_commit
 from tests.faults import FaultyStorage
-from tests.s3.server import BUCKET, SeaweedFS
 
 KEEP_1 = CheckpointConfig(keep_last=1)
 
@@ -317,27 +316,3 @@ def test_an_origin_that_claims_more_than_data_is_refused(source: Path, tmp_path:
         (target / ORIGIN).write_bytes(encode(replace(origin, prefixes=(prefix,))))
         with pytest.raises(CorruptError, match=r"ORIGIN\.json: names"):
             open_storage(target)
-
-
-def test_a_branch_lives_on_s3_too(seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIDESTAGE_S3_ENDPOINT", seaweedfs.endpoint)
-    monkeypatch.setenv("SIDESTAGE_S3_REGION", "us-east-1")
-    url = f"s3://{BUCKET}/branches"
-    with Checkpointer(f"{url}/source", KEEP_1) as c:
-        ref = c.save(1, state(1)).committed.result()
-        create_branch(open_storage(f"{url}/source"), ref, open_storage(f"{url}/target"))
-        for step in (2, 3):
-            c.save(step, state(step)).committed.result()
-        c.wait()
-        assert c.stats.prune_failed == 0
-    live = state(0)
-    with Checkpointer(f"{url}/target", KEEP_1) as c:
-        result = c.restore(live)
-        assert result is not None
-        assert live["t"].unique().tolist() == [1.0]
-        c.save(5, state(5)).committed.result()
-        c.wait()
-        assert (c.stats.pruned, c.stats.prune_failed) == (1, 0)
-    kept = [c.ref.step for c in Catalog(open_storage(f"{url}/source")).commits()]
-    assert kept == [1, 3]
-    assert not list(open_storage(f"{url}/source").list(PINS))
