@@ -19,6 +19,7 @@ from ckpt import layout
 from ckpt.errors import ConflictError, NotFoundError, SidestageError
 from ckpt.findings import Finding, Level, gib_s, size
 from ckpt.storage import LocalStorage, Storage, owned
+from ckpt.survey import KeepsParts
 from ckpt.types import Clock
 
 _PIECE_BYTES = 1 << 20
@@ -69,6 +70,8 @@ def examine_store(
         ):
             findings.append(_guarded(name, partial(check, own, prefix)))
         findings.append(_guarded("clock", lambda: _clock_skew(own, clock)))
+        if isinstance(own, KeepsParts):
+            findings.append(_guarded("uploads", partial(_uploads, own)))
         if isinstance(own, LocalStorage):
             findings.append(_guarded("O_DIRECT", lambda: _direct(own.url)))
         speeds = Speeds(None, None)
@@ -198,6 +201,17 @@ def _clock_skew(storage: Storage, clock: Clock) -> Finding:
     level: Level = "ok" if abs(skew_s) <= 2 else "warn"
     note = "" if level == "ok" else "; nothing depends on it but the times that you see: set up NTP"
     return Finding("clock", level, text + note, {"skew_s": round(skew_s, 3)})
+
+
+def _uploads(storage: KeepsParts) -> Finding:
+    found = list(storage.unfinished())
+    if not found:
+        return Finding("uploads", "ok", "none is unfinished", {"unfinished": 0})
+    text = (
+        f"{len(found)} are unfinished, those of a running save among them; `ckpt prune --apply` "
+        f"drops the parts of killed ones, a lifecycle rule for incomplete uploads does it for good"
+    )
+    return Finding("uploads", "warn", text, {"unfinished": len(found)})
 
 
 def _fresh_mtime(folder: str) -> float:

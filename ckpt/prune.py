@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import cast
 
 from ckpt import layout
 from ckpt.catalog import Catalog
@@ -23,7 +24,14 @@ from ckpt.errors import ConflictError, NotFoundError, SidestageError
 from ckpt.pins import PinBoard
 from ckpt.retention import Candidate, Verdict, choose
 from ckpt.storage import BranchedStorage, LocalStorage, Storage, owned
-from ckpt.survey import SavedData, Surveyor, newest_epoch, unlisted
+from ckpt.survey import (
+    KeepsParts,
+    SavedData,
+    Surveyor,
+    newest_epoch,
+    unfinished_uploads,
+    unlisted,
+)
 from ckpt.types import Clock, CommitRef
 
 _WORKERS = 8  # deletes in flight: an object store takes tens of milliseconds for each
@@ -125,8 +133,9 @@ class Pruner:
         places = frozenset(tree.stored)
         if self._epoch not in (None, newest):
             return PrunePlan(newest, [], [], [], [], [], places)
-        # A commit's key answers for its data, so that mostly no record has to be read.
-        in_doubt = any((d.epoch, d.step) not in places for d in data)
+        # One save for each commit: then no record has to be read to know that all are listed.
+        found = [(d.epoch, d.step) for d in data]
+        in_doubt = len(set(found) & places) < len(found)
         commits = self._survey.candidates(tree) if judge or in_doubt else []
         keep, delete = choose(commits, pins, self._policy if judge else RetentionPolicy())
         strays, unsettled = unlisted(data if in_doubt else [], commits, newest, settled)
@@ -232,6 +241,8 @@ class Pruner:
         with ThreadPoolExecutor(_WORKERS) as pool:
             for prefix in prefixes:
                 try:
+                    for upload in unfinished_uploads(self._own, prefix):
+                        cast(KeepsParts, self._own).abort(upload)
                     keys = [o.key for o in self._own.list(prefix)]
                 except SidestageError as e:
                     result.problems.append(str(e))

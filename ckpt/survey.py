@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from ckpt import layout
+from ckpt.errors import StorageError
 from ckpt.lineage import Place, Tree
 from ckpt.retention import Candidate
 from ckpt.storage import Storage, owned
@@ -23,6 +26,17 @@ class SavedData:
     save_id: int
     files: int
     stored_bytes: int
+
+
+@runtime_checkable
+class KeepsParts(Protocol):
+    """A store in which the parts that a killed writer sent stay, listed as no object, and cost money."""
+
+    def unfinished(self, prefix: str = "") -> Iterator[Any]:
+        """Such uploads, running ones among them; each has a `key`."""
+        ...
+
+    def abort(self, upload: Any) -> None: ...
 
 
 class Surveyor:
@@ -47,6 +61,9 @@ class Surveyor:
         for o in self._own.list(scope):
             if save := layout.parse_data_key(o.key):
                 sizes.setdefault(save, []).append(o.size_bytes)
+        for upload in unfinished_uploads(self._own, scope):
+            if save := layout.parse_data_key(upload.key):
+                sizes.setdefault(save, [])
         for (prefix, epoch, step, save_id), found in sizes.items():
             yield SavedData(prefix, epoch, step, save_id, len(found), sum(found))
 
@@ -118,6 +135,14 @@ class Surveyor:
             return problems[0]
         self._sound.add(commit.ref)
         return None
+
+
+def unfinished_uploads(storage: Storage, prefix: str) -> list[Any]:
+    """The unfinished uploads below a prefix, where the store has such and lets us see them."""
+    if isinstance(storage, KeepsParts):
+        with suppress(StorageError):  # needs a permission that nothing else needs
+            return list(storage.unfinished(prefix))
+    return []
 
 
 def newest_epoch(tree: Tree) -> int:

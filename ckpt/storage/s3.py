@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckpt.config import S3Settings, s3_settings
-from ckpt.errors import BadInputError, NotFoundError
+from ckpt.errors import BadInputError, NotFoundError, StorageError
 from ckpt.storage.keys import check_key, check_prefix
 from ckpt.storage.s3client import RefusedError, S3Client
 from ckpt.storage.s3probe import ConditionProbe
@@ -74,6 +75,19 @@ class S3Storage:
         )
         if not page.get("Contents"):
             raise NotFoundError(f"{self.url}: nothing there; check the bucket and the prefix")
+
+    def time_s(self) -> float:
+        """Seconds since 1970 by the store's clock, now, to whole seconds."""
+        page = self._client.run(
+            self._client.call("list_objects_v2", {"Prefix": self._prefix, "MaxKeys": 1})
+        )
+        said = str(page["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
+        try:
+            return parsedate_to_datetime(said).timestamp()
+        except ValueError:
+            raise StorageError(
+                f"{self.url}: answers with the Date {said!r}, which is none"
+            ) from None
 
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         return self._write(key, data, ANY)
