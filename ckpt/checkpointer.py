@@ -35,7 +35,7 @@ from ckpt.errors import (
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
-from ckpt.persist import Persister, StagedSave, save_tag
+from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.restore import OBJECTS_KIND
 from ckpt.restorer import Restorer, RestoreResult
@@ -294,7 +294,7 @@ class Checkpointer:
                 coordinator.rank,
                 coordinator.world_size,
                 lambda mine, rule: coordinator.decide(
-                    f"plan/{sequence}", mine, rule, self._config.commit_timeout_s
+                    plan_tag(sequence), mine, rule, self._config.commit_timeout_s
                 ),
             )
         return self._plan

@@ -67,7 +67,8 @@ class Persister:
         self._config = config
         self._clock = clock
         self._parent = attempt.parent
-        self._heard: list[str] = []
+        self._tidied = 1
+        self._collected: set[int] = set()
 
     def persist(self, save: StagedSave) -> CommitRef:
         """Write this rank's part and see the save to its commit on all ranks.
@@ -88,10 +89,8 @@ class Persister:
         else:
             outcome = self._commit(save, tag, report)
             self._coordinator.announce(tag, outcome)
-            self._heard.append(tag)
-            # Everybody who sent a receipt for this save has heard how the last but one ended.
-            while len(self._heard) > 2:
-                self._coordinator.forget(self._heard.pop(0))
+            if "commit" in outcome:
+                self._tidy(save.sequence)
         if "error" in outcome:
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
@@ -125,6 +124,7 @@ class Persister:
         """Rank 0: wait for all receipts, commit, and say how it ended."""
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
+            self._collected.add(save.sequence)
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
@@ -138,6 +138,17 @@ class Persister:
         except BaseException as e:
             return describe(SaveError(f"rank 0: {type(e).__name__}: {e}"))
         return {"commit": asdict(ref)}
+
+    def _tidy(self, sequence: int) -> None:
+        """Rank 0: drop what was said of earlier saves, so that the job's store doesn't grow.
+
+        Who sent a receipt for this save has heard how all before it ended, and posts nothing more.
+        """
+        for n in range(self._tidied, sequence):
+            for tag in (save_tag(n), plan_tag(n)):
+                self._coordinator.forget(tag, posts=n not in self._collected)
+        self._collected = {n for n in self._collected if n >= sequence}
+        self._tidied = sequence
 
     def _record(
         self, save: StagedSave, entries: tuple[FileEntry, ...], receipts: list[Receipt]
@@ -203,3 +214,8 @@ class Persister:
 def save_tag(sequence: int) -> str:
     """Key of one save in the job's store. Every rank counts its save() calls alike."""
     return f"save/{sequence}"
+
+
+def plan_tag(sequence: int) -> str:
+    """Key of the plan that is made for a save, if one is."""
+    return f"plan/{sequence}"
