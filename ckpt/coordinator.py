@@ -194,3 +194,11 @@ def revive(payload: dict[str, Any]) -> SidestageError:
     if not (isinstance(kind, type) and issubclass(kind, SidestageError)):
         return SidestageError(f"{payload['error']}: {payload['message']}")
     return kind(str(payload["message"]))
+
+
+def raise_first(payloads: list[dict[str, Any]]) -> None:
+    """A rule for `decide`: the first rank's error is everybody's."""
+    for rank, p in enumerate(payloads):
+        if "error" in p:
+            error = revive(p)
+            raise type(error)(f"rank {rank}: {error}")

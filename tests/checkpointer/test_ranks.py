@@ -409,3 +409,41 @@ def test_a_first_save_can_be_tried_again_after_the_store_failed(op: tuple[str, s
             return c.save(1, {"a": torch.ones(2)}).committed.result()
 
     assert [ref.step for ref in values(on_ranks(2, body))] == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("when", [1, 2])
+def test_state_that_only_one_rank_cannot_store_fails_that_save_on_all_and_the_next_works(
+    bad: int, when: int
+) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        errors: list[Any] = []
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=10.0), **place) as c:
+            for step in (1, 2, 3):
+                extra = PerRank(object() if (rank, step) == (bad, when) else None)
+                try:
+                    handle = c.save(step, {"a": torch.ones(2), "x": extra})
+                    errors.append(handle.committed.exception())
+                except BadInputError as e:
+                    errors.append(e)
+        return errors
+
+    for errors in values(on_ranks(2, body)):
+        for step, error in enumerate(errors, 1):
+            assert (error is None) == (step != when), error
+            assert error is None or "x: a builtins.object can't be stored" in str(error)
+    assert {i.ref.step for i in Catalog(storage).lineage()} == {1, 2, 3} - {when}
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_state_that_only_one_rank_cannot_store_ends_the_restore_on_all(bad: int) -> None:
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=10.0), **place) as c:
+            with pytest.raises(BadInputError, match="x: a builtins.object can't be stored"):
+                c.restore({"x": PerRank(object() if rank == bad else None)})
+            return c.restore({"x": PerRank(None)})
+
+    storage = MemoryStorage()
+    assert values(on_ranks(2, body)) == [None, None]
