@@ -734,3 +734,24 @@ def test_a_save_that_never_ends_is_told_by_wait_and_by_close() -> None:
     assert [e["error"] for e in sink.named("save_failed")] == ["close() gave up waiting"]
     gate.open()
     assert handle.committed.result(10).step == 1
+
+
+class Extra(torch.nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+@pytest.mark.parametrize("then", [5, None, {"n": 1}, torch.ones(2)], ids=str)
+def test_a_module_takes_back_whatever_extra_state_it_saved(then: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"m": torch.nn.Sequential(Extra(then))})
+    model = torch.nn.Sequential(Extra(None))
+    restored(storage, {"m": model})
+    assert repr(model[0].extra) == repr(then)
