@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -92,6 +93,7 @@ class Checkpointer:
         self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
         self._closed = False
+        self._process = os.getpid()
         atexit.register(self._at_exit)
 
     @property
@@ -371,12 +373,18 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise BadInputError("this Checkpointer is closed; make a new one")
+        if os.getpid() != self._process:
+            raise BadInputError(
+                "this Checkpointer was made before a fork; use it in its own process"
+            )
 
     def _at_exit(self) -> None:
         """The process ends without close(): drain all the same, and say so if that fails."""
         self._drain_and_end("the process ended first")
 
     def _drain_and_end(self, why: str) -> None:
+        if os.getpid() != self._process:
+            return  # a fork: the thread and the saves are the other process's
         if not self._engine.close(self._config.close_timeout_s):
             self._sink.emit("save_failed", step=self._last_step, error=why)
 
