@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from ckpt import commit
 from ckpt.config import CheckpointConfig
-from ckpt.coordinator import Store, describe, join
+from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
 from ckpt.errors import (
@@ -35,7 +36,7 @@ from ckpt.errors import (
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord, canonical, seal
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
-from ckpt.persist import Persister, StagedSave, save_tag
+from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.prune import Pruner
 from ckpt.restore import OBJECTS_KIND
@@ -94,6 +95,7 @@ class Checkpointer:
         self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
         self._closed = False
+        self._process = os.getpid()
         atexit.register(self._at_exit)
 
     @property
@@ -138,14 +140,21 @@ class Checkpointer:
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
-        flat = flatten(state, self._coordinator.rank)
-        self._objects(flat)  # refuses what couldn't be saved, before training begins
+        tag = self._round("restore")
+        try:
+            flat = flatten(state, self._coordinator.rank)
+            self._objects(flat)  # refuses what couldn't be saved, before training begins
+        except Exception as e:
+            with contextlib.suppress(SidestageError):
+                self._agree_on(tag, describe(e))
+            raise
+        self._agree_on(tag, {})
         restorer = Restorer(
             self._storage,
             self._coordinator,
             self._sink,
             timeout_s=self._config.commit_timeout_s,
-            tag=self._round("restore"),
+            tag=tag,
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
@@ -181,10 +190,15 @@ class Checkpointer:
         notes = _checked({**self.annotations, **(annotations or {})})
         if self._attempt is None:
             self._begin_unrestored()
-        flat = flatten(state, self._coordinator.rank)
-        shared, objects = self._objects(flat)
+        self._sequence += 1  # first of all: whatever fails below, the ranks' counts stay alike
+        try:
+            flat = flatten(state, self._coordinator.rank)
+            shared, objects = self._objects(flat)
+        except Exception as e:
+            self._excuse(plan_tag(self._sequence), e)
+            self._excuse(save_tag(self._sequence), e)
+            raise
         self._last_step = step
-        self._sequence += 1
         plan = self._planned(flat)
         arena = self._engine.acquire(self._config.commit_timeout_s)
         if arena is None:
@@ -288,14 +302,18 @@ class Checkpointer:
         return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
 
     def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
-        """End a save without writing it, on all ranks: nobody must wait for this one."""
+        """End a save without writing it, on all ranks."""
         error = SaveSkippedError(f"step {step}: skipped, {why}")
-        with contextlib.suppress(StorageError):  # without the job's store no rank can commit it
-            if self._coordinator.rank == 0:
-                self._coordinator.announce(save_tag(sequence), describe(error))
-            else:
-                self._coordinator.post(save_tag(sequence), describe(error))
+        self._excuse(save_tag(sequence), error)
         self._outcomes.failed(step, committed, error)
+
+    def _excuse(self, tag: str, error: Exception) -> None:
+        """Say on the other ranks why this one takes no part: they must not wait for it."""
+        with contextlib.suppress(StorageError):  # without the job's store nobody can commit
+            if self._coordinator.rank == 0:
+                self._coordinator.announce(tag, describe(error))
+            else:
+                self._coordinator.post(tag, describe(error))
 
     def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
         """(canonical shared values, the sealed document of all of this rank's values)."""
@@ -305,16 +323,18 @@ class Checkpointer:
         return canonical(shared), document
 
     def _planned(self, flat: FlatState) -> RankPlan:
-        coordinator, sequence = self._coordinator, self._sequence
-        if self._plan is None or self._plan.key != schema_key(flat, coordinator.world_size):
-            self._plan = make_plan(
-                flat,
-                coordinator.rank,
-                coordinator.world_size,
-                lambda mine, rule: coordinator.decide(
-                    f"plan/{sequence}", mine, rule, self._config.commit_timeout_s
-                ),
-            )
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+
+        def decide(mine: dict[str, Any], rule: Callable[[list[dict[str, Any]]], Any]) -> Any:
+            def checked(payloads: list[dict[str, Any]]) -> Any:
+                raise_first(payloads)
+                return rule(payloads)
+
+            tag = plan_tag(self._sequence)
+            return self._coordinator.decide(tag, mine, checked, self._config.commit_timeout_s)
+
+        if self._plan is None or self._plan.key != schema_key(flat, world_size):
+            self._plan = make_plan(flat, rank, world_size, decide)
         return self._plan
 
     def _begin_unrestored(self) -> None:
@@ -365,6 +385,10 @@ class Checkpointer:
             )
         self._sink.emit("attempt_claimed", epoch=self._attempt.epoch, parent=parent)
 
+    def _agree_on(self, tag: str, mine: dict[str, Any]) -> None:
+        """Raise on every rank what any rank has to say against this state."""
+        self._coordinator.decide(f"{tag}/state", mine, raise_first, self._config.commit_timeout_s)
+
     def _round(self, name: str) -> str:
         """A key in the job's store that no earlier try has used: its answers still lie there."""
         self._rounds += 1
@@ -373,12 +397,18 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise BadInputError("this Checkpointer is closed; make a new one")
+        if os.getpid() != self._process:
+            raise BadInputError(
+                "this Checkpointer was made before a fork; use it in its own process"
+            )
 
     def _at_exit(self) -> None:
         """The process ends without close(): drain all the same, and say so if that fails."""
         self._drain_and_end("the process ended first")
 
     def _drain_and_end(self, why: str) -> None:
+        if os.getpid() != self._process:
+            return  # a fork: the thread and the saves are the other process's
         if not self._engine.close(self._config.close_timeout_s):
             self._sink.emit("save_failed", step=self._last_step, error=why)
 

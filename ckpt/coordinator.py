@@ -84,9 +84,11 @@ class Coordinator:
         """On other ranks: what rank 0 announced under `tag`."""
         return self._wait([f"{tag}/out"], timeout_s)[0]
 
-    def forget(self, tag: str) -> None:
-        """Drop an announcement that every rank has heard, so that the store doesn't grow."""
+    def forget(self, tag: str, *, posts: bool) -> None:
+        """Drop an announcement that every rank has heard, and posts that nobody will collect."""
         self._delete(f"{tag}/out")
+        for rank in range(1, self.world_size if posts else 1):
+            self._delete(f"{tag}/{rank}")
 
     def decide(
         self,
@@ -192,3 +194,11 @@ def revive(payload: dict[str, Any]) -> SidestageError:
     if not (isinstance(kind, type) and issubclass(kind, SidestageError)):
         return SidestageError(f"{payload['error']}: {payload['message']}")
     return kind(str(payload["message"]))
+
+
+def raise_first(payloads: list[dict[str, Any]]) -> None:
+    """A rule for `decide`: the first rank's error is everybody's."""
+    for rank, p in enumerate(payloads):
+        if "error" in p:
+            error = revive(p)
+            raise type(error)(f"rank {rank}: {error}")

@@ -73,10 +73,11 @@ class Persister:
         self._config = config
         self._clock = clock
         self._parent = attempt.parent
-        self._heard: list[str] = []
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
         # unlisted is garbage.
         self.settled = 0
+        self._tidied = 1
+        self._collected: set[int] = set()
 
     def persist(self, save: StagedSave) -> CommitRef:
         """Write this rank's part and see the save to its commit on all ranks.
@@ -97,10 +98,8 @@ class Persister:
         else:
             outcome = self._commit(save, tag, report)
             self._coordinator.announce(tag, outcome)
-            self._heard.append(tag)
-            # Everybody who sent a receipt for this save has heard how the last but one ended.
-            while len(self._heard) > 2:
-                self._coordinator.forget(self._heard.pop(0))
+            if "commit" in outcome:
+                self._tidy(save.sequence)
         if "error" in outcome:
             raise revive(outcome)
         self._parent = CommitRef(**outcome["commit"])
@@ -137,6 +136,7 @@ class Persister:
             # A rank that skips tells so at once, while its thread may still write an earlier save.
             if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
                 self.settled = save.sequence
+            self._collected.add(save.sequence)
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
@@ -150,6 +150,17 @@ class Persister:
         except BaseException as e:
             return describe(SaveError(f"rank 0: {type(e).__name__}: {e}"))
         return {"commit": asdict(ref)}
+
+    def _tidy(self, sequence: int) -> None:
+        """Rank 0: drop what was said of earlier saves, so that the job's store doesn't grow.
+
+        Who sent a receipt for this save has heard how all before it ended, and posts nothing more.
+        """
+        for n in range(self._tidied, sequence):
+            for tag in (save_tag(n), plan_tag(n)):
+                self._coordinator.forget(tag, posts=n not in self._collected)
+        self._collected = {n for n in self._collected if n >= sequence}
+        self._tidied = sequence
 
     def _record(
         self, save: StagedSave, entries: tuple[FileEntry, ...], receipts: list[Receipt]
@@ -215,3 +226,8 @@ class Persister:
 def save_tag(sequence: int) -> str:
     """Key of one save in the job's store. Every rank counts its save() calls alike."""
     return f"save/{sequence}"
+
+
+def plan_tag(sequence: int) -> str:
+    """Key of the plan that is made for a save, if one is."""
+    return f"plan/{sequence}"

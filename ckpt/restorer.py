@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.coordinator import Coordinator, describe, revive
+from ckpt.coordinator import Coordinator, describe, raise_first
 from ckpt.errors import (
     BadInputError,
     CorruptError,
@@ -125,7 +125,7 @@ class Restorer:
         source = opened.source if opened else None
 
         def agree(payloads: list[dict[str, Any]]) -> dict[str, Any]:
-            _raise_first(payloads)
+            raise_first(payloads)
             assert source is not None
             return _verdict(payloads, source, ref.step, partial=terms.partial)
 
@@ -136,7 +136,7 @@ class Restorer:
             done: dict[str, Any] = {}
         except Exception as e:
             done = describe(e)
-        self._coordinator.decide(f"{terms.tag}/read", done, _raise_first, self._timeout_s)
+        self._coordinator.decide(f"{terms.tag}/read", done, raise_first, self._timeout_s)
         assign(state, tree, per_rank)
         if verdict["skip"]:
             self._sink.emit("not_restored", step=ref.step, keys=verdict["skip"])
@@ -219,13 +219,6 @@ class _Terms:
 class _Opened:
     reader: CheckpointReader
     source: Source
-
-
-def _raise_first(payloads: list[dict[str, Any]]) -> None:
-    for rank, p in enumerate(payloads):
-        if "error" in p:
-            error = revive(p)
-            raise type(error)(f"rank {rank}: {error}")
 
 
 def _verdict(

@@ -85,7 +85,7 @@ def extra_keys(source: Source, held: set[str]) -> list[str]:
 def absorbing_prefixes(state: Any, path: str = "") -> list[str]:
     """Paths of objects that make their own state at load, such as an optimizer before its first step."""
     if has_state_dict(state):
-        return [] if isinstance(state, torch.nn.Module) else [f"{path}."]
+        return _extra_state(state, path) if isinstance(state, torch.nn.Module) else [f"{path}."]
     if isinstance(state, PerRank):
         return absorbing_prefixes(state.value, path)
     parts: Iterable[tuple[Any, Any]] = ()
@@ -94,6 +94,15 @@ def absorbing_prefixes(state: Any, path: str = "") -> list[str]:
     elif type(state) in (list, tuple):
         parts = enumerate(state)
     return [p for k, v in parts for p in absorbing_prefixes(v, f"{path}.{k}" if path else str(k))]
+
+
+def _extra_state(module: torch.nn.Module, path: str) -> list[str]:
+    """Paths of what the parts of a module save beside their parameters and buffers."""
+    return [
+        f"{path}.{name}{'.' if name else ''}_extra_state"
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state
+    ]
 
 
 def refuse(problems: Sequence[str], step: int, advice: str) -> BadInputError:

@@ -39,7 +39,7 @@ def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
     """The JSON node of `value`; BadInputError names the path of what can't be stored."""
     if depth > _MAX_DEPTH:
         raise BadInputError(f"{path}: nested more than {_MAX_DEPTH} deep")
-    # Exact types on purpose: a subclass (an enum, a defaultdict) would come back as something else.
+    # Exact types on purpose: a subclass (an enum, a named tuple) would come back as something else.
     kind = type(value)
     if value is None or kind is bool:
         return value  # type: ignore[no-any-return]

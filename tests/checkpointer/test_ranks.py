@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -240,6 +241,72 @@ def test_the_store_does_not_grow_with_saves() -> None:
     assert counts[1] <= counts[0] + 1
 
 
+def test_the_store_does_not_grow_with_saves_that_are_skipped() -> None:
+    rounds, counts = 12, []
+    storage = FaultyStorage(MemoryStorage())
+    gates = [
+        [storage.on("writer", f"*-{3 * n:012d}-*/r{r:05d}.bin").block() for r in range(2)]
+        for n in range(rounds)
+    ]
+
+    def body(rank: int, place: dict[str, Any]) -> None:
+        with Checkpointer(storage, CheckpointConfig(when_busy="skip"), **place) as c:
+            for n in range(rounds):
+                first = c.save(3 * n, {"a": torch.ones(2 + n % 2)})
+                gates[n][rank].wait_reached()
+                for step in (3 * n + 1, 3 * n + 2):
+                    assert c.save(step, {"a": torch.ones(2 + n % 2)}).committed.exception()
+                gates[n][rank].open()
+                first.committed.result()
+                c.wait()
+                if rank == 0:
+                    counts.append(place["store"].num_keys())
+
+    values(on_ranks(2, body))
+    assert counts[-1] <= counts[1] + 1
+
+
+class SlowToHear:
+    """A store of one rank whose wait for some key is held until the test lets it go."""
+
+    def __init__(self, inner: Any, key: str, go: threading.Event) -> None:
+        self._inner, self._key, self._go = inner, key, go
+
+    def clone(self) -> Any:
+        return self
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        if keys[0].endswith(self._key):
+            self._go.wait(20)
+        self._inner.wait(keys, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_the_end_of_a_save_is_kept_for_a_rank_that_gave_up_later_ones_meanwhile() -> None:
+    go = threading.Event()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        config = CheckpointConfig(
+            when_busy="skip", max_pending=3 if rank == 0 else 1, commit_timeout_s=2.0
+        )
+        if rank == 1:
+            place = {**place, "store": SlowToHear(place["store"], "save/1/out", go)}
+        with Checkpointer(storage, config, **place) as c:
+            handles = [c.save(step, {"a": torch.ones(2)}) for step in (1, 2, 3)]
+            if rank == 0:
+                handles[2].committed.exception()
+                go.set()
+            return [h.committed.exception() for h in handles]
+
+    storage = MemoryStorage()
+    for first, second, third in values(on_ranks(2, body)):
+        assert first is None
+        assert isinstance(second, SaveError)
+        assert isinstance(third, SaveError)
+
+
 def test_corrupt_error_of_opening_reaches_all_ranks() -> None:
     storage = MemoryStorage()
     values(save_one(storage, lambda r: {"w": torch.ones(3)}))
@@ -342,3 +409,41 @@ def test_a_first_save_can_be_tried_again_after_the_store_failed(op: tuple[str, s
             return c.save(1, {"a": torch.ones(2)}).committed.result()
 
     assert [ref.step for ref in values(on_ranks(2, body))] == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("when", [1, 2])
+def test_state_that_only_one_rank_cannot_store_fails_that_save_on_all_and_the_next_works(
+    bad: int, when: int
+) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        errors: list[Any] = []
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=10.0), **place) as c:
+            for step in (1, 2, 3):
+                extra = PerRank(object() if (rank, step) == (bad, when) else None)
+                try:
+                    handle = c.save(step, {"a": torch.ones(2), "x": extra})
+                    errors.append(handle.committed.exception())
+                except BadInputError as e:
+                    errors.append(e)
+        return errors
+
+    for errors in values(on_ranks(2, body)):
+        for step, error in enumerate(errors, 1):
+            assert (error is None) == (step != when), error
+            assert error is None or "x: a builtins.object can't be stored" in str(error)
+    assert {i.ref.step for i in Catalog(storage).lineage()} == {1, 2, 3} - {when}
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_state_that_only_one_rank_cannot_store_ends_the_restore_on_all(bad: int) -> None:
+    def body(rank: int, place: dict[str, Any]) -> Any:
+        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=10.0), **place) as c:
+            with pytest.raises(BadInputError, match="x: a builtins.object can't be stored"):
+                c.restore({"x": PerRank(object() if rank == bad else None)})
+            return c.restore({"x": PerRank(None)})
+
+    storage = MemoryStorage()
+    assert values(on_ranks(2, body)) == [None, None]

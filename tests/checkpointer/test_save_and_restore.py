@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
+import time
 from collections import UserDict
 from dataclasses import replace
 from types import MappingProxyType
@@ -551,8 +555,6 @@ def test_d08_close_drains_what_is_pending() -> None:
 
 
 def test_d11_short_writes_are_completed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:1_000_003]))
     storage = LocalStorage(tmp_path / "run")
@@ -758,3 +760,51 @@ def test_a_save_that_never_ends_is_told_by_wait_and_by_close() -> None:
     assert [e["error"] for e in sink.named("save_failed")] == ["close() gave up waiting"]
     gate.open()
     assert handle.committed.result(10).step == 1
+
+
+class Extra(torch.nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+@pytest.mark.parametrize("then", [5, None, {"n": 1}, torch.ones(2)], ids=str)
+def test_a_module_takes_back_whatever_extra_state_it_saved(then: Any) -> None:
+    storage = MemoryStorage()
+    saved(storage, {"m": torch.nn.Sequential(Extra(then))})
+    model = torch.nn.Sequential(Extra(None))
+    restored(storage, {"m": model})
+    assert repr(model[0].extra) == repr(then)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_neither_saves_nor_waits_for_its_parents_saves() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", f"{DATA}*").block()
+    with Checkpointer(faulty) as c:
+        handle = c.save(1, {"a": 1})
+        gate.wait_reached()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    c.save(2, {"a": 1})
+                except BadInputError:
+                    c.close()
+                    code = 0
+            os._exit(code)
+        gate.open()
+        deadline = time.monotonic() + 20
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+        assert ended == (child, 0)
+        assert handle.committed.result(10).step == 1
