@@ -1,12 +1,25 @@
-"""The S3 server that the storage contract and the S3 tests share: one for the whole test run."""
+"""What all tests share: which warnings of libraries aren't errors, and one S3 server for the run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from tests.s3.server import ACCESS_KEY, SECRET_KEY, SeaweedFS
+from trainer.quiet import LIBRARY_WARNINGS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Here and not in a folder's conftest: those are read after collection has set up its filters."""
+    # Said by torch and torchrec about each other; trainer.quiet tells which and why.
+    for message in LIBRARY_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{re.escape(message)}:FutureWarning")
+    # fbgemm at import: its CPU build lacks the optimizers of SSD tables, and torchrec still
+    # imports a module under its old name.
+    for message in ("Failed to import. fbgemm_gpu", "The Python module fbgemm_gpu"):
+        config.addinivalue_line("filterwarnings", rf"ignore:\W+93m\s+{message}:DeprecationWarning")
 
 
 @pytest.fixture(scope="session")
