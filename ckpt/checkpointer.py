@@ -23,7 +23,6 @@ import torch
 from ckpt import commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
-from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
 from ckpt.errors import (
     BadInputError,
@@ -34,12 +33,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import GuardedSink, LogSink
-from ckpt.manifest import AttemptRecord, canonical, seal
+from ckpt.manifest import AttemptRecord
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
 from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.prune import Pruner
-from ckpt.restore import OBJECTS_KIND
+from ckpt.receipts import Objects, seal_objects
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.staging import Arena
 from ckpt.storage import Storage, open_storage
@@ -193,7 +192,7 @@ class Checkpointer:
         self._sequence += 1  # first of all: whatever fails below, the ranks' counts stay alike
         try:
             flat = flatten(state, self._coordinator.rank)
-            shared, objects = self._objects(flat)
+            objects = self._objects(flat)
         except Exception as e:
             self._excuse(plan_tag(self._sequence), e)
             self._excuse(save_tag(self._sequence), e)
@@ -215,7 +214,6 @@ class Checkpointer:
             kinds={n: leaf.kind for n, leaf in flat.leaves.items()},
             tensors=tensors,
             objects=objects,
-            values_digest=digest_of(shared),
             annotations=notes,
             saved_at_s=self._clock.time(),
             deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
@@ -315,12 +313,10 @@ class Checkpointer:
             else:
                 self._coordinator.post(tag, describe(error))
 
-    def _objects(self, flat: FlatState) -> tuple[bytes, bytes]:
-        """(canonical shared values, the sealed document of all of this rank's values)."""
-        shared = encode_value(flat.values)
+    def _objects(self, flat: FlatState) -> Objects:
+        """This rank's values; refuses those that can't be stored."""
         per_rank = {k: encode_value(v, k) for k, v in flat.per_rank.items()}
-        document = seal(OBJECTS_KIND, {"values": shared, "per_rank": per_rank})
-        return canonical(shared), document
+        return seal_objects(encode_value(flat.values), per_rank)
 
     def _planned(self, flat: FlatState) -> RankPlan:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size

@@ -30,7 +30,15 @@ from ckpt.foreign import Foreign, Piece
 from ckpt.index import TensorKind
 from ckpt.lineage import Tree
 from ckpt.manifest import AttemptRecord, canonical
-from ckpt.receipts import CommitNote, SaveTerms, Written, commit_parts, continued, store_part
+from ckpt.receipts import (
+    CommitNote,
+    SaveTerms,
+    Written,
+    commit_parts,
+    continued,
+    seal_objects,
+    store_part,
+)
 from ckpt.storage import Storage
 from ckpt.tree import torch_dtype
 from ckpt.types import Clock, CommitRef, SystemClock
@@ -96,7 +104,8 @@ def import_checkpoint(
         writer.write_data(pieces.plan, pieces)
         attempt = _claim(storage, terms.epoch, parent, clock)
     written = Written(tuple(writer.files), writer.tensor_bytes)
-    part = store_part(storage, terms, written, encode_value(foreign.values), config.digest)
+    objects = seal_objects(encode_value(foreign.values), {})
+    part = store_part(storage, terms, written, objects, config.digest)
     note = CommitNote(parent, saved_at_s, {"imported_from": foreign.format}, clock)
     return commit_parts(storage, attempt, terms, [part], note)
 

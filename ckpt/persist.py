@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ckpt import layout
-from ckpt.commit import check_not_superseded, write_commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
 from ckpt.digest import digest_of
@@ -25,8 +24,9 @@ from ckpt.errors import (
     SidestageError,
 )
 from ckpt.index import TensorKind
-from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, decode, encode, unseal
+from ckpt.manifest import AttemptRecord, Receipt, decode, unseal
 from ckpt.plan import RankPlan, StagedPlanner
+from ckpt.receipts import CommitNote, Objects, Part, SaveTerms, Written, commit_parts, store_part
 from ckpt.restore import OBJECTS_KIND, merge_values
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, FileEntry
@@ -40,7 +40,6 @@ _GRACE_S = 10.0
 class StagedSave:
     """A snapshot in host memory, complete in itself.
 
-    objects: the sealed document of this rank's values; values_digest: digest of the shared ones.
     saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed.
     """
 
@@ -49,8 +48,7 @@ class StagedSave:
     plan: RankPlan
     kinds: Mapping[str, TensorKind]
     tensors: list[torch.Tensor]
-    objects: bytes
-    values_digest: str
+    objects: Objects
     annotations: Mapping[str, str]
     saved_at_s: float
     deadline_s: float
@@ -107,27 +105,13 @@ class Persister:
 
     def _write(self, save: StagedSave) -> dict[str, Any]:
         """Store this rank's files and receipt; returns the receipt's file entry as a payload."""
-        rank = self._coordinator.rank
-        prefix = self._prefix(save)
-        writer = ChunkWriter(self._storage, Placement(prefix, rank, save.kinds), self._config)
+        terms = self._terms(save)
+        placement = Placement(terms.prefix, terms.rank, save.kinds)
+        writer = ChunkWriter(self._storage, placement, self._config)
         writer.write_data(save.plan.plan, StagedPlanner(save.plan, save.tensors))
-        objects_key = layout.rank_objects_key(prefix, rank)
-        self._storage.create(objects_key, save.objects)
-        objects = FileEntry(objects_key, len(save.objects), self._digest(save.objects))
-        receipt = Receipt(
-            epoch=self._attempt.epoch,
-            step=save.step,
-            save_id=f"{save.sequence:06d}",
-            rank=rank,
-            world_size=self._coordinator.world_size,
-            plan_id=save.plan.plan_id,
-            values_digest=save.values_digest,
-            tensor_bytes=writer.tensor_bytes,
-            files=(*writer.files, objects),
-        )
-        data, key = encode(receipt), layout.rank_receipt_key(prefix, rank)
-        self._storage.create(key, data)
-        return asdict(FileEntry(key, len(data), self._digest(data)))
+        written = Written(tuple(writer.files), writer.tensor_bytes)
+        part = store_part(self._storage, terms, written, save.objects, self._config.digest)
+        return asdict(part.receipt)
 
     def _commit(self, save: StagedSave, tag: str, report: dict[str, Any]) -> dict[str, Any]:
         """Rank 0: wait for all receipts, commit, and say how it ended."""
@@ -143,8 +127,12 @@ class Persister:
             entries = tuple(FileEntry(**r) for r in reports)
             receipts = [self._receipt(e) for e in entries]
             self._check(save, receipts)
-            check_not_superseded(self._storage, self._attempt)
-            ref = write_commit(self._storage, self._record(save, entries, receipts))
+            parts = [
+                Part(entry, r.files, r.tensor_bytes)
+                for entry, r in zip(entries, receipts, strict=True)
+            ]
+            note = CommitNote(self._parent, save.saved_at_s, save.annotations, self._clock)
+            ref = commit_parts(self._storage, self._attempt, self._terms(save), parts, note)
         except SidestageError as e:
             return describe(e)
         except BaseException as e:
@@ -162,25 +150,14 @@ class Persister:
         self._collected = {n for n in self._collected if n >= sequence}
         self._tidied = sequence
 
-    def _record(
-        self, save: StagedSave, entries: tuple[FileEntry, ...], receipts: list[Receipt]
-    ) -> CommitRecord:
-        files = tuple(f for r in receipts for f in r.files)
-        return CommitRecord(
-            run_id=self._attempt.run_id,
+    def _terms(self, save: StagedSave) -> SaveTerms:
+        return SaveTerms(
             epoch=self._attempt.epoch,
-            attempt_token=self._attempt.token,
             step=save.step,
             save_id=f"{save.sequence:06d}",
+            rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
-            parent=self._parent,
-            saved_at_s=save.saved_at_s,
-            committed_at_s=self._clock.time(),
-            tensor_bytes=sum(r.tensor_bytes for r in receipts),
-            stored_bytes=sum(f.size_bytes for f in files),
-            annotations=dict(save.annotations),
-            receipts=entries,
-            files=files,
+            plan_id=save.plan.plan_id,
         )
 
     def _receipt(self, entry: FileEntry) -> Receipt:
@@ -209,9 +186,6 @@ class Persister:
             key = layout.rank_objects_key(self._prefix_of(r), r.rank)
             tree = decode_value(unseal(OBJECTS_KIND, self._storage.read(key), key)["values"], key)
             merged = tree if r.rank == 0 else merge_values(merged, tree, "")
-
-    def _prefix(self, save: StagedSave) -> str:
-        return layout.data_prefix(self._attempt.epoch, save.step, f"{save.sequence:06d}")
 
     def _prefix_of(self, r: Receipt) -> str:
         return layout.data_prefix(r.epoch, r.step, r.save_id)

@@ -1,8 +1,6 @@
-"""Receipts, and the commit over them, for saves that no Checkpointer makes.
+"""What a save leaves on storage: each rank's files and receipt, and one create-only commit over them.
 
-A Checkpointer owns one attempt and keeps its ranks in step. Stock DCP and imports do that in
-other ways; what they leave on storage is the same: each rank's files and receipt, and one
-create-only commit.
+A Checkpointer, stock DCP and an import differ in how ranks agree; this is what they share.
 """
 
 from __future__ import annotations
@@ -46,6 +44,14 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Objects:
+    """One rank's Python values, sealed, and the digest of those that all ranks share."""
+
+    document: bytes
+    values_digest: str
+
+
+@dataclass(frozen=True)
 class Part:
     """One rank's share of a save, complete: its receipt lists its files."""
 
@@ -82,12 +88,18 @@ def continued(storage: Storage, step: int, onto: int | None) -> CommitRef | None
     return parent.ref
 
 
+def seal_objects(values: Json, per_rank: Mapping[str, Json]) -> Objects:
+    """The objects of a rank. `values` is the JSON node of the shared tree, `per_rank` those of its own."""
+    document = seal(OBJECTS_KIND, {"values": values, "per_rank": per_rank})
+    return Objects(document, digest_of(canonical(values)))
+
+
 def store_part(
-    storage: Storage, terms: SaveTerms, written: Written, values: Json, digest: DigestName
+    storage: Storage, terms: SaveTerms, written: Written, objects: Objects, digest: DigestName
 ) -> Part:
-    """Store a rank's values and its receipt, after its data. `values` is the JSON node of its tree."""
-    objects = seal(OBJECTS_KIND, {"values": values, "per_rank": {}})
-    entry = _store(storage, layout.rank_objects_key(terms.prefix, terms.rank), objects, digest)
+    """Store a rank's values and its receipt, after its data."""
+    key = layout.rank_objects_key(terms.prefix, terms.rank)
+    entry = _store(storage, key, objects.document, digest)
     receipt = Receipt(
         epoch=terms.epoch,
         step=terms.step,
@@ -95,7 +107,7 @@ def store_part(
         rank=terms.rank,
         world_size=terms.world_size,
         plan_id=terms.plan_id,
-        values_digest=digest_of(canonical(values)),
+        values_digest=objects.values_digest,
         tensor_bytes=written.tensor_bytes,
         files=(*written.files, entry),
     )

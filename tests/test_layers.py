@@ -27,7 +27,8 @@ CKPT = [
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
         *("target", "writer"),
     },
-    {"engine", "export", "persist", "receipts", "restorer"},
+    {"receipts"},
+    {"engine", "export", "persist", "restorer"},
     {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]

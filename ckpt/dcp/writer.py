@@ -23,7 +23,16 @@ from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, canonical
-from ckpt.receipts import CommitNote, Part, SaveTerms, Written, commit_parts, continued, store_part
+from ckpt.receipts import (
+    CommitNote,
+    Part,
+    SaveTerms,
+    Written,
+    commit_parts,
+    continued,
+    seal_objects,
+    store_part,
+)
 from ckpt.tree import PerRank, dtype_name, leaf_of
 from ckpt.types import Clock, CommitRef, Json, SystemClock
 from ckpt.values import TensorRef, decode_value, encode_value, map_leaves
@@ -158,7 +167,9 @@ class DcpWriter(StorageWriter):
             elements[item.index.fqn] = elements.get(item.index.fqn, 0) + count
         part = None
         if terms.rank != 0:
-            part = store_part(self._storage, terms, written, _EMPTY, self._config.digest)
+            part = store_part(
+                self._storage, terms, written, seal_objects(_EMPTY, {}), self._config.digest
+            )
         report = _Report(terms, written, values, elements, part)
         done: Future[list[WriteResult]] = Future()
         # The chunk entries stay here: the index has them, and gathering millions would take minutes.
@@ -179,9 +190,8 @@ class DcpWriter(StorageWriter):
         attempt = self._attempt
         assert attempt is not None
         tree = _tree(metadata, values)
-        first = store_part(
-            self._storage, mine.terms, mine.written, encode_value(tree), self._config.digest
-        )
+        objects = seal_objects(encode_value(tree), {})
+        first = store_part(self._storage, mine.terms, mine.written, objects, self._config.digest)
         note = CommitNote(self._parent, self._saved_at_s, self._annotations, self._clock)
         parts = [first, *(r.part for r in reports[1:])]
         self._parent = commit_parts(self._storage, attempt, mine.terms, parts, note)
