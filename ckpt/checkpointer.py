@@ -163,6 +163,8 @@ class Checkpointer:
             elif step is not None:
                 raise BadInputError("restore(): give step or fresh, not both")
             self._begin_attempt(result.commit if result else None)
+        if result is not None:
+            self._last_step = result.step
         return result
 
     def save(

@@ -90,6 +90,10 @@ class CheckpointReader:
             merged = tree if rank == 0 else merge_values(merged, tree, "")
         return merged
 
+    def per_rank_keys(self) -> list[str]:
+        """Keys of the parts that ranks had for themselves, those of any rank."""
+        return sorted({k for body in self._objects for k in body.get("per_rank") or ()})
+
     def per_rank_values(self, rank: int) -> dict[str, Any]:
         """The value trees that rank `rank` of the saver had for itself, by key."""
         if not 0 <= rank < len(self._objects):
@@ -349,10 +353,20 @@ def merge_values(a: Any, b: Any, path: str) -> Any:
             sub = f"{path}.{k}" if path else str(k)
             merged[k] = merge_values(a[k], v, sub) if k in a else v
         return merged
-    # repr, so that nan equals nan and 1, 1.0 and True differ
-    if type(a) is not type(b) or (a != b and repr(a) != repr(b)):
+    if not _same(a, b):
         raise BadInputError(
             f"{path}: ranks hold different values ({str(a)[:40]} and {str(b)[:40]}); wrap it in "
             f"PerRank if each rank has its own"
         )
     return a
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in value and type all the way down: 1, 1.0 and True differ, nan equals nan."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return repr(a) == repr(b)

@@ -157,10 +157,10 @@ class Restorer:
         reader = CheckpointReader(self._storage, record)
         per_rank = reader.per_rank_values(rank) if same_world else {}
         source = Source(reader.tensors, reader.values(), per_rank, same_world)
-        if not same_world and not elastic and reader.per_rank_values(0):
+        if not same_world and not elastic and (keys := reader.per_rank_keys()):
             raise BadInputError(
                 f"step {ref.step} was saved by {record.world_size} ranks, this job has {world}, and "
-                f"{', '.join(sorted(reader.per_rank_values(0)))} belong to single ranks; pass "
+                f"{', '.join(keys)} belong to single ranks; pass "
                 f"elastic=True to leave those as they are"
             )
         return _Opened(reader, source)
@@ -225,12 +225,14 @@ def _verdict(
     payloads: list[dict[str, Any]], source: Source, step: int, *, partial: bool
 ) -> dict[str, Any]:
     """Rank 0's judgement over all ranks: refuse, or which keys to make anew and which to skip."""
-    found = [Mismatch(p["wrong"], p["missing"], p["unclaimed"]) for p in payloads]
+    found = [Mismatch(p["wrong"], p["missing"], p["unclaimed"], p["extra"]) for p in payloads]
     held = {k for p in payloads for k in p["held"]}
     absorbing = tuple(a for p in payloads for a in p["absorbing"])
     extra = extra_keys(source, held)
     make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind != "sharded"]
-    unwanted = [k for k in extra if k not in set(make)]
+    # A value that some rank's state has a place for isn't extra.
+    values = set.intersection(*(set(m.extra) for m in found))
+    unwanted = sorted({*values, *(k for k in extra if k not in set(make))})
     wrong = sorted({w for m in found for w in m.wrong})
     missing = sorted({k for m in found for k in m.missing})
     if not partial:

@@ -42,6 +42,7 @@ class Mismatch:
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)  # per-rank parts of another world
+    extra: list[str] = field(default_factory=list)  # values that only the checkpoint has
 
 
 def check(flat: FlatState, source: Source, absorbing: Sequence[str]) -> Mismatch:
@@ -60,6 +61,11 @@ def check(flat: FlatState, source: Source, absorbing: Sequence[str]) -> Mismatch
             found.wrong.append(
                 f"{fqn}: the checkpoint has {info.dtype} {list(info.shape)}, the state {leaf.dtype} "
                 f"{list(leaf.shape)}{_sharding_hint(info, leaf)}"
+            )
+        elif any(0 in s.tensor.stride() and s.tensor.numel() > 1 for s in leaf.shards):
+            found.wrong.append(
+                f"{fqn}: is an expanded view, whose elements share memory and can't be filled; "
+                f"clone it"
             )
     found.wrong += _recut_optimizer_state(flat, source.tensors)
     _check_values(flat.values, source.values, "", found, tuple(absorbing))
@@ -166,6 +172,14 @@ def _check_values(
                 found.missing += [
                     p for p, leaf in iter_leaves(v, sub) if not isinstance(leaf, TensorRef)
                 ]
+        if want and not f"{path}.".startswith(absorbing):  # an empty dict takes whatever comes
+            found.extra += [
+                p
+                for k, v in stored.items()
+                if k not in want
+                for p, leaf in iter_leaves(v, f"{path}.{k}" if path else str(k))
+                if not isinstance(leaf, TensorRef | PerRankRef) and not p.startswith(absorbing)
+            ]
         return
     if path.startswith(absorbing):
         return

@@ -13,7 +13,7 @@ pipeline passes `session.batches()` to `pipeline.progress` and tells `step` what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
 from ckpt.config import restart_count, spool_folder
-from ckpt.errors import BadInputError, SaveError, SidestageError
+from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
@@ -195,7 +195,8 @@ class Session(Generic[B_co]):
         where something else has to follow before the process ends.
         """
         self._check_entered()
-        self._checkpointer.wait()  # so that no policy can skip the last save
+        with suppress(DeadlineError):  # so that no policy can skip the last save; slow ones go on
+            self._checkpointer.wait()
         if self._saved_step < self.steps:
             self.save()
             self._checkpointer.wait()
@@ -213,9 +214,11 @@ class Session(Generic[B_co]):
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
-                self.finish()
-            self._checkpointer.close()
+            try:
+                if error is None:
+                    self.finish()
+            finally:
+                self._checkpointer.close()
         except SidestageError:
             if error is None:  # never hide what ended the block
                 raise

@@ -345,18 +345,18 @@ def test_each_rank_gets_its_own_optimizer_back_before_its_first_step() -> None:
         assert torch.equal(moment, stepped(rank).state_dict()["state"][0]["exp_avg"])
 
 
-def test_a_rank_whose_tensor_cannot_be_filled_ends_the_restore_on_all() -> None:
-    storage = MemoryStorage()
-    values(save_one(storage, lambda r: {"w": PerRank(torch.ones(2, 3))}))
+def test_any_error_of_one_rank_ends_the_restore_on_all() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    values(save_one(faulty, lambda r: {"w": PerRank(torch.ones(2, 3))}))
+    faulty.on("read_into", "*/r00001.bin").fail(RuntimeError("out of something"))
 
     def body(rank: int, place: dict[str, Any]) -> Any:
-        w = torch.zeros(1, 3).expand(2, 3) if rank == 1 else torch.zeros(2, 3)
-        with Checkpointer(storage, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
-            return c.restore({"w": PerRank(w)})
+        with Checkpointer(faulty, CheckpointConfig(commit_timeout_s=5.0), **place) as c:
+            return c.restore({"w": PerRank(torch.zeros(2, 3))})
 
     for r in on_ranks(2, body):
         assert isinstance(r, SidestageError)
-        assert "rank 1: RuntimeError: unsupported operation" in str(r)
+        assert "rank 1: RuntimeError: out of something" in str(r)
 
 
 class DyingStore:
@@ -447,3 +447,16 @@ def test_state_that_only_one_rank_cannot_store_ends_the_restore_on_all(bad: int)
 
     storage = MemoryStorage()
     assert values(on_ranks(2, body)) == [None, None]
+
+
+def test_values_of_another_type_differ_even_inside_lists() -> None:
+    for r in save_one(MemoryStorage(), lambda r: {"progress": {"flags": [1 if r else True]}}):
+        assert isinstance(r, BadInputError)
+        assert "progress.flags" in str(r)
+
+
+def test_parts_that_only_some_rank_has_for_itself_need_elastic_too() -> None:
+    storage = MemoryStorage()
+    values(save_one(storage, lambda r: {"a": 1, **({"mine": PerRank(7)} if r else {})}))
+    with Checkpointer(storage) as c, pytest.raises(BadInputError, match="mine belong"):
+        c.restore({"a": 0})

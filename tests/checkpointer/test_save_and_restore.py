@@ -681,10 +681,10 @@ def test_a_part_that_was_per_rank_and_no_longer_is_is_refused() -> None:
     assert state == {"a": 0}
 
 
-def test_values_that_only_the_checkpoint_has_are_added_per_rank_ones_too() -> None:
+def test_an_empty_dict_takes_whatever_values_the_checkpoint_has() -> None:
     storage = MemoryStorage()
     saved(storage, {"a": 1, "b": 2, "pos": PerRank({"next": 3})})
-    state = {"a": 0}
+    state: dict[str, Any] = {}
     restored(storage, state)
     assert state == {"a": 1, "b": 2, "pos": PerRank({"next": 3})}
 
@@ -808,3 +808,32 @@ def test_a_forked_process_neither_saves_nor_waits_for_its_parents_saves() -> Non
             time.sleep(0.05)
         assert ended == (child, 0)
         assert handle.committed.result(10).step == 1
+
+
+def test_values_that_only_the_checkpoint_has_are_refused_by_name() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"progress": {"step": 1, "seen": [1, 2]}, "note": "x"})
+    state = {"progress": {"step": 0}}
+    with pytest.raises(BadInputError) as e:
+        restored(storage, state)
+    assert "progress.seen.0: is in the checkpoint but not in the state" in str(e.value)
+    assert "note: is in the checkpoint but not in the state" in str(e.value)
+    assert state == {"progress": {"step": 0}}
+
+
+def test_an_expanded_view_is_refused_as_a_target_by_name() -> None:
+    storage = MemoryStorage()
+    saved(storage, {"t": torch.ones(5, 3)})
+    with pytest.raises(BadInputError, match="t: is an expanded view"):
+        restored(storage, {"t": torch.zeros(1, 3).expand(5, 3)})
+
+
+def test_steps_go_on_from_the_restored_one() -> None:
+    storage = MemoryStorage()
+    with Checkpointer(storage) as c:
+        c.save(10, {"a": 1}).committed.result()
+    with Checkpointer(storage) as c:
+        c.restore({"a": 0})
+        with pytest.raises(BadInputError, match="the last one was step 10"):
+            c.save(10, {"a": 1})
+        c.save(11, {"a": 1}).committed.result()

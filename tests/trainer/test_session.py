@@ -285,6 +285,8 @@ def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"last step, 3, was not committed: .*since step 0 is lost"):
         loop.run_in(session, 3)
     assert session.stats.failed == 1
+    with pytest.raises(BadInputError, match="closed"):
+        session._checkpointer.save(9, {})  # whatever finish() met, the thread has ended
     events = read_ledger(tmp_path / ledger_key(1, 0))
     assert [e["event"] for e in events][-2:] == ["save_failed", "closed"]
 
