@@ -39,7 +39,7 @@ def endpoint(seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS
     return seaweedfs
 
 
-@pytest.mark.parametrize("prefix", ["", "/", "/a b", "/a[1]", "/é", "/100%25#?*/x/", "/~"])
+@pytest.mark.parametrize("prefix", ["/", "/a b", "/a[1]", "/é", "/100%25#?*/x/"])
 def test_d42_s3(endpoint: SeaweedFS, prefix: str) -> None:
     bucket = f"d42-{secrets.token_hex(6)}"
     endpoint.make_bucket(bucket)

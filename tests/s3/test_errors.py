@@ -181,7 +181,8 @@ class TestUnreachable:
 
     def test_a_name_that_does_not_resolve(self) -> None:
         settings = S3Settings("http://no-such-host.invalid")
-        error = failure(S3Storage(S3Client(BUCKET, settings, QUICK)))
+        patience = Patience(connect_s=1.0, first_s=2.5)
+        error = failure(S3Storage(S3Client(BUCKET, settings, patience)))
         assert "http://no-such-host.invalid can't be reached" in str(error)
 
     def test_one_that_never_answers(self) -> None:
