@@ -18,6 +18,7 @@ from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.errors import NotFoundError, SidestageError
 from ckpt.events import LogSink
+from ckpt.pins import pinned
 from ckpt.types import EventSink
 from publisher.build import VersionBuilder
 from publisher.gates import GateError, GateReport, check_commit
@@ -165,7 +166,15 @@ class Publisher:
         return manifest
 
     def _build(self, source: Source) -> VersionManifest:
-        """All files of a version, through all gates."""
+        """All files of a version, through all gates. Retention leaves the commit alone meanwhile."""
+
+        def refused(why: str) -> None:
+            self._sink.emit("not_pinned", step=source.step, reason=why)
+
+        with pinned(self._root, source.ref, f"publisher {self._who}", refused=refused):
+            return self._build_pinned(source)
+
+    def _build_pinned(self, source: Source) -> VersionManifest:
         report = GateReport()
         started_at_s = self._clock.time()
         live = self.registry.live()

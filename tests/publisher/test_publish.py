@@ -11,16 +11,19 @@ import torch
 
 from ckpt import layout
 from ckpt.errors import CorruptError, StorageError
+from ckpt.pins import PinBoard
 from ckpt.restore import CheckpointReader
 from ckpt.schema import ConstantSpec, FeatureSpec, LookupSpec, OutputSpec, ServingDescription
 from ckpt.storage import MemoryStorage, Storage
 from ckpt.trust import TrustList
+from ckpt.types import CommitRef
 from publisher import keys
 from publisher.build import VersionBuilder
 from publisher.gates import GateError
 from publisher.loading import ProgramCache
 from publisher.predictor import Predictor
 from publisher.publish import Publisher
+from publisher.records import VersionManifest
 from publisher.registry import Registry
 from tests.faults import FaultyStorage
 from tests.publisher.conftest import Bench, make_bench
@@ -35,6 +38,22 @@ from tests.publisher.tiny import (
     random_tensors,
     stamped_tensors,
 )
+
+
+def test_retention_leaves_a_commit_alone_while_it_is_published(
+    any_storage: Storage, trust: TrustList
+) -> None:
+    bench = make_bench(any_storage, trust)
+    ref = bench.run.commit(3, random_tensors())
+    seen: list[CommitRef] = []
+
+    def parity(registry: Registry, draft: VersionManifest) -> float:
+        seen.extend(p.record.commit for p in PinBoard(any_storage, bench.clock).look() if p.record)
+        return 0.001
+
+    bench.publisher(parity).publish(bench.run.info(3), "test")
+    assert seen == [ref]
+    assert not list(any_storage.list(layout.PINS))
 
 
 def test_a_commit_becomes_a_live_version(any_storage: Storage, trust: TrustList) -> None:
