@@ -97,11 +97,15 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Kill one rank on purpose: `kill_rank` dies after `kill_at_step`, on one attempt only."""
+    """Kill one rank on purpose: `kill_rank` dies after `kill_at_step`, on one attempt only.
+
+    after_commits: not before this attempt has made so many commits.
+    """
 
     kill_rank: int | None = None
     kill_at_step: int | None = None
     only_on_attempt: int = 0
+    after_commits: int = 0
 
     def __post_init__(self) -> None:
         if (self.kill_rank is None) != (self.kill_at_step is None):

@@ -139,7 +139,7 @@ def _fit(run: _Run, session: Session[Any], baseline: float) -> None:
         batches = session.batches()
         while progress(pipeline, batches) is not None:
             session.step(in_flight=len(pipeline.batches))
-            kill_if_due(run.config.fault, run.place.rank, session.steps)
+            kill_if_due(run.config.fault, run.place.rank, session.steps, session.stats.commits)
 
 
 def _item_mean_auc(data: MovieLens) -> float:

@@ -152,6 +152,7 @@ class Demo:
             "proof.dir": self._build / "proof",
             "fault.kill_rank": KILLED_RANK,
             "fault.kill_at_step": self._kill_step,
+            "fault.after_commits": 1,
         }
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         command = [

@@ -39,4 +39,4 @@ def test_the_demo_runs_on_s3(seaweedfs: SeaweedFS, tmp_path: Path) -> None:
     assert summary["lost_batches"] == 0
     assert summary["restarts"] >= 1
     assert summary["served_errors"] == 0
-    assert summary["repeated_batches"] == 50, "the ledger of the killed attempt is whole"
+    assert summary["repeated_batches"] > 0, "the ledger of the killed attempt came to the root"
