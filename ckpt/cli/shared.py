@@ -38,7 +38,7 @@ def find_commit(catalog: Catalog, step: str | None) -> CommitInfo:
             catalog.run()
             if damaged := len(catalog.lineage()):
                 raise CorruptError(
-                    f"none of the {damaged} checkpoints in the lineage verifies; see `ckpt ls`"
+                    f"no checkpoint of this run verifies ({damaged} damaged); see `ckpt ls`"
                 )
             raise NotFoundError("this run has no checkpoint yet; see `ckpt ls`")
         return latest

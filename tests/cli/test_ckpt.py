@@ -107,7 +107,7 @@ def test_a_run_in_which_nothing_verifies_is_corrupt(
     more = [str(tmp_path / "out")] if command[0] in ("restore", "branch") else []
     code, _, err = call(capsys, *command, str(root), *more)
     assert code == 5
-    assert err == "error: none of the 2 checkpoints in the lineage verifies; see `ckpt ls`\n"
+    assert err == "error: no checkpoint of this run verifies (2 damaged); see `ckpt ls`\n"
 
 
 def test_a_run_without_checkpoints_has_none_to_be_found(
