@@ -196,11 +196,11 @@ def _clock_skew(storage: Storage, clock: Clock) -> Finding:
         theirs = _fresh_mtime(storage.url)
     else:
         return Finding("clock", "ok", "this store doesn't tell its time")
-    skew_s = theirs - (before + clock.time()) / 2
-    text = f"the store is {skew_s:+.2f} s from this machine"
+    skew_s = round(theirs - (before + clock.time()) / 2, 3)
+    text = f"the store is {skew_s:+z.2f} s from this machine"
     level: Level = "ok" if abs(skew_s) <= 2 else "warn"
     note = "" if level == "ok" else "; nothing depends on it but the times that you see: set up NTP"
-    return Finding("clock", level, text + note, {"skew_s": round(skew_s, 3)})
+    return Finding("clock", level, text + note, {"skew_s": skew_s})
 
 
 def _uploads(storage: KeepsParts) -> Finding:

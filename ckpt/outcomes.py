@@ -52,10 +52,6 @@ class SaveStats:
     def max_blocked_s(self) -> float:
         return max(self.blocked_s, default=0.0)
 
-    @property
-    def blocked_s_total(self) -> float:
-        return sum(self.blocked_s)
-
 
 class Outcomes:
     """Counts each save's end once, on whatever thread it ends.

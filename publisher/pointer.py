@@ -78,7 +78,7 @@ class LivePointer:
     def publish(self, manifest: VersionManifest, reason: Reason) -> Move | None:
         """Make a version live unless its commit is older than, or is, one that was live before.
 
-        So neither a late job nor a restarted publisher undoes a rollback (case D53).
+        So neither a late job nor a restarted publisher undoes a rollback.
         """
 
         def target(now: Move | None, known: Move | None) -> _Target | None:

@@ -216,7 +216,7 @@ class Publisher:
         except SidestageError:
             self._discard(number)
             raise
-        except Exception as e:  # one commit must not end the daemon (case D54)
+        except Exception as e:  # one commit must not end the daemon
             error = GateError("build", f"{type(e).__name__}: {e}", SidestageError.exit_code)
             self._refuse(source, report, number, error)
             raise error from e

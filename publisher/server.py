@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -75,7 +76,7 @@ class InferenceApp:
             Route(path, self._answering(self._infer), methods=["POST"])
             for path in (f"{model}/infer", f"{model}{version}/infer")
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
 
     def close(self) -> None:
         """Wait for inferences in flight."""
@@ -215,6 +216,15 @@ class InferenceServer(uvicorn.Server):
         """Main thread only."""
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, lambda *_: self.stop())
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    told = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    return Response(
+        json.dumps({"error": told}), error.status_code, error.headers, media_type="application/json"
+    )
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -36,7 +36,11 @@ def find_commit(catalog: Catalog, step: str | None) -> CommitInfo:
         latest = catalog.latest()
         if latest is None:
             catalog.run()
-            raise BadInputError("no checkpoint of this root verifies or exists yet; see `ckpt ls`")
+            if damaged := len(catalog.lineage()):
+                raise CorruptError(
+                    f"no checkpoint of this run verifies ({damaged} damaged); see `ckpt ls`"
+                )
+            raise NotFoundError("this run has no checkpoint yet; see `ckpt ls`")
         return latest
     epoch, _, number = step.rpartition("/")
     if not number.isdecimal() or (epoch and not epoch.isdecimal()):

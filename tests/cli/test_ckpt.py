@@ -94,6 +94,32 @@ def test_verify(run_root: Path, broken_root: Path, capsys: pytest.CaptureFixture
     assert code == 0, "a flipped byte is below what --quick looks at"
 
 
+@pytest.mark.parametrize("command", [["verify"], ["show"], ["restore"], ["branch"]])
+def test_a_run_in_which_nothing_verifies_is_corrupt(
+    command: list[str], run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    root = tmp_path / "damaged"
+    shutil.copytree(run_root, root)
+    for data in root.glob("data/*/r00000.bin"):
+        data.write_bytes(b"cut")
+    more = [str(tmp_path / "out")] if command[0] in ("restore", "branch") else []
+    code, _, err = call(capsys, *command, str(root), *more)
+    assert code == 5
+    assert err == "error: no checkpoint of this run verifies (2 damaged); see `ckpt ls`\n"
+
+
+def test_a_run_without_checkpoints_has_none_to_be_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(str(tmp_path)) as c:
+        c.restore({"step": 1})
+    code, _, err = call(capsys, "verify", str(tmp_path))
+    assert code == 3
+    assert err == "error: this run has no checkpoint yet; see `ckpt ls`\n"
+
+
 def test_restore(run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.safetensors"
     assert as_json(capsys, "restore", str(run_root), str(out))["tensors"] == 3

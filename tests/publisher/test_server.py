@@ -127,6 +127,16 @@ def test_what_is_not_here_is_404(live: Running) -> None:
     response = live.infer(GOLDEN, "/versions/9")
     assert response.status_code == 404
     assert response.json() == {"error": "version 9 of tiny isn't loaded; 1 is"}
+
+
+def test_unknown_paths_and_methods_are_answered_in_json(live: Running) -> None:
+    response = live.client.get("/v2/nothing")
+    assert response.status_code == 404
+    assert response.json() == {"error": "GET /v2/nothing: not found"}
+    response = live.client.get("/v2/models/tiny/infer")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.json() == {"error": "GET /v2/models/tiny/infer: method not allowed"}
     other = live.client.post("/v2/models/other/infer", json={})
     assert other.json() == {"error": "no model 'other'; this host serves 'tiny'"}
     assert live.client.get("/v2/models/tiny/infer").status_code == 405
