@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ckpt.errors import BadInputError
@@ -25,7 +26,8 @@ class BatchReader(Generic[B]):
         count: number of training samples.
         batch_size: samples of a global batch, over all ranks.
         fetch: makes a batch of the samples at some indices, int64 (batch_size / world_size,).
-        rank, world_size: whose part of each batch this reader hands out.
+        rank, world_size: whose part of each batch this reader hands out; by default this
+            process's in torch.distributed, or all of it where that isn't initialised.
     """
 
     def __init__(
@@ -34,9 +36,16 @@ class BatchReader(Generic[B]):
         batch_size: int,
         fetch: Callable[[Tensor], B],
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        if world_size is None:
+            world_size = dist.get_world_size() if joined else 1
+        if rank is None:
+            rank = dist.get_rank() if joined else 0
+        if not 0 <= rank < world_size:
+            raise BadInputError(f"rank {rank} is outside [0, {world_size})")
         if batch_size < 1 or batch_size % world_size:
             raise BadInputError(
                 f"batch_size = {batch_size}: give a multiple of the {world_size} ranks"

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ckpt.errors import BadInputError
@@ -61,3 +62,17 @@ def test_refuses_sizes_that_cannot_be(
 def test_refuses_a_negative_position() -> None:
     with pytest.raises(BadInputError, match="position -1"):
         reader().seek(-1)
+
+
+def test_takes_its_part_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert next(iter(BatchReader(8, 4, lambda index: index.tolist()))) == [2, 3]
+    whole = BatchReader(8, 4, lambda index: index.tolist(), rank=0, world_size=1)
+    assert next(iter(whole)) == [0, 1, 2, 3]
+
+
+def test_refuses_a_rank_outside_of_the_world() -> None:
+    with pytest.raises(BadInputError, match=r"rank 2 is outside \[0, 2\)"):
+        BatchReader(8, 4, lambda index: index, rank=2, world_size=2)
