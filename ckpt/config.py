@@ -18,6 +18,9 @@ _MOST_SECONDS = 30 * 24 * 3600
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]
+Snapshot = Literal["guarded", "copied"]
+Proof = Literal["sampled", "full"]
+Priority = Literal["idle", "normal"]
 S3Addressing = Literal["auto", "path", "virtual"]
 S3Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 S3_ENVIRONMENT = "SIDESTAGE_S3_"
@@ -83,7 +86,23 @@ class CheckpointConfig:
     close_timeout_s: how long close() waits for pending saves.
     raise_after_failures: raise from the next save() or close() once so many saves in a row
         have failed; None never raises, failures are then only counted and reported.
-    persist_nice: niceness of the persist thread. It gives way to training but isn't starved.
+    snapshot: "guarded" leaves embedding tables and what optimizers own in place when save()
+        returns and copies them while training goes on, exactly; nothing but training may change
+        them until `handle.staged` is done, see `Checkpointer.save`. "copied" copies everything
+        before save() returns: anything may be changed at once, for a second copy in memory.
+    staging_bytes: host memory for the ring, the overlay and upload buffers of guarded
+        snapshots. None: a fifth of the guarded tables, at least 64 MiB.
+    stall_limit_s: a snapshot that has made training wait for so long, because its overlay was
+        full and storage too slow, is given up and counted as failed.
+    proof: "sampled" compares random rows of each snapshot with the live tables again before it
+        closes, to find writes that no guard saw; "full" compares all rows against a whole copy
+        taken in save(): slow and big, to debug a trainer.
+    persist_target_s: spread the writing of a guarded snapshot over so many seconds, so that
+        training hardly notices. None: half the time between saves, but not slower than
+        128 MiB/s; 0: as fast as possible. It's shortened as the overlay fills.
+    persist_bytes_per_s: never write faster than this. None: no limit.
+    persist_priority: "idle" runs the persist threads only when a core is free, and raises them
+        when they fall behind; "normal" competes with training.
     keep_last, keep_every, keep_best: what rank 0 keeps after each commit, see RetentionPolicy;
         all None keeps everything.
     """
@@ -96,7 +115,13 @@ class CheckpointConfig:
     commit_timeout_s: float = 600.0
     close_timeout_s: float = 600.0
     raise_after_failures: int | None = None
-    persist_nice: int = 10
+    snapshot: Snapshot = "guarded"
+    staging_bytes: int | None = None
+    stall_limit_s: float = 60.0
+    proof: Proof = "sampled"
+    persist_target_s: float | None = None
+    persist_bytes_per_s: int | None = None
+    persist_priority: Priority = "idle"
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: KeepBest | None = None
@@ -110,7 +135,13 @@ class CheckpointConfig:
                 raise BadInputError(f"{f.name} = {value!r} is not of type {f.type}")
         if self.digest not in DIGEST_NAMES:
             raise BadInputError(f"digest = {self.digest!r}: use one of {', '.join(DIGEST_NAMES)}")
-        for name, kind in (("when_busy", WhenBusy), ("compression", Compression)):
+        for name, kind in (
+            ("when_busy", WhenBusy),
+            ("compression", Compression),
+            ("snapshot", Snapshot),
+            ("proof", Proof),
+            ("persist_priority", Priority),
+        ):
             if getattr(self, name) not in get_args(kind):
                 raise BadInputError(
                     f"{name} = {getattr(self, name)!r}: use one of {', '.join(get_args(kind))}"
@@ -121,13 +152,19 @@ class CheckpointConfig:
             raise BadInputError(f"max_pending = {self.max_pending}: give at least 1")
         if self.when_busy == "coalesce" and self.max_pending < 2:
             raise BadInputError("when_busy = 'coalesce' needs max_pending of at least 2")
-        for name in ("commit_timeout_s", "close_timeout_s"):
+        for name in ("commit_timeout_s", "close_timeout_s", "stall_limit_s"):
             if not 0 < getattr(self, name) <= _MOST_SECONDS:  # false for nan, too
                 raise BadInputError(
                     f"{name} = {getattr(self, name)}: give seconds above 0, at most {_MOST_SECONDS}"
                 )
-        if not 0 <= self.persist_nice <= 19:
-            raise BadInputError(f"persist_nice = {self.persist_nice}: give 0 to 19")
+        if self.persist_target_s is not None and not 0 <= self.persist_target_s <= _MOST_SECONDS:
+            raise BadInputError(
+                f"persist_target_s = {self.persist_target_s}: give 0 or more seconds"
+            )
+        for name, least in (("staging_bytes", 16 * MIB), ("persist_bytes_per_s", 1 * MIB)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadInputError(f"{name} = {value}: give at least {least}, or leave it out")
         if self.raise_after_failures is not None and self.raise_after_failures < 1:
             raise BadInputError(
                 f"raise_after_failures = {self.raise_after_failures}: give 1 or more, or leave it out"

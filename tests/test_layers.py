@@ -23,6 +23,11 @@ CKPT = [
     {"prune"},
     {"branch", "doctor"},
     {"tree"},
+    {"blocks", "native"},
+    {"rows"},
+    {"attach", "fence"},
+    {"pace", "ring"},
+    {"pump"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
         *("target", "writer"),

@@ -33,10 +33,16 @@ class TestCheckpointConfig:
             ({"close_timeout_s": math.inf}, "close_timeout_s = inf"),
             ({"close_timeout_s": -1.0}, "close_timeout_s = -1.0"),
             ({"close_timeout_s": "1"}, "close_timeout_s = '1' is not of type float"),
+            ({"snapshot": "lazy"}, "snapshot = 'lazy': use one of guarded, copied"),
+            ({"proof": "none"}, "proof = 'none': use one of sampled, full"),
+            ({"persist_priority": "low"}, "persist_priority = 'low': use one of idle, normal"),
+            ({"staging_bytes": 1 << 20}, "staging_bytes = 1048576: give at least 16777216"),
+            ({"persist_bytes_per_s": 1}, "persist_bytes_per_s = 1: give at least 1048576"),
+            ({"persist_target_s": -1.0}, "persist_target_s = -1.0: give 0 or more seconds"),
+            ({"persist_target_s": math.nan}, "persist_target_s = nan"),
+            ({"stall_limit_s": 0.0}, "stall_limit_s = 0.0: give seconds above 0"),
             ({"raise_after_failures": 0}, "raise_after_failures = 0: give 1 or more"),
             ({"raise_after_failures": "1"}, "raise_after_failures = '1' is not of type"),
-            ({"persist_nice": 20}, "persist_nice = 20: give 0 to 19"),
-            ({"persist_nice": -1}, "persist_nice = -1"),
         ],
     )
     def test_what_is_wrong_is_named(self, change: dict[str, Any], words: str) -> None:
