@@ -375,7 +375,12 @@ class Checkpointer:
             world_size=self._coordinator.world_size, parent=parent, **claimed
         )
         self._persister = Persister(
-            self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
+            self._storage,
+            self._coordinator.clone(),
+            self._attempt,
+            self._config,
+            self._clock,
+            sink=self._sink,
         )
         if self._coordinator.rank == 0:
             self._pruner = Pruner(
