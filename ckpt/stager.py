@@ -121,7 +121,7 @@ class Stager:
     ) -> Snapshot:
         tables, rest = _guarded(shards, rows)
         homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
-        fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards)
+        fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
         dense = None
         if fenced:
             assert self._fence is not None
@@ -146,12 +146,16 @@ class Stager:
             )
         return snapshot
 
-    def _fenced(self, items: list[int], shards: list[Shard]) -> set[int]:
+    def _fenced(self, rest: list[int], shards: list[Shard], plan: RankPlan) -> set[int]:
         """Which of these items only optimizers' steps change, if there is enough of them."""
         if self._fence is None:
             return set()
         owned = owned_by_steps(self._attachment.optimizers, self._attachment.lookup_tensors())
-        found = {n for n in items if identity(shards[n].tensor) in owned}
+        found = {
+            n
+            for n in rest
+            if identity(shards[n].tensor) in owned and plan.plan.items[n].index.fqn not in self._fence.unsteady
+        }
         nbytes = sum(shards[n].tensor.nbytes for n in found)
         return found if nbytes >= _WORTH_A_FENCE_BYTES else set()
 
