@@ -89,7 +89,9 @@ class Checkpointer:
         self._plan: RankPlan | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
-        self._engine = Engine(arenas, self._config.when_busy, 10)
+        self._engine = Engine(
+            arenas, self._config.when_busy, self._config.persist_priority, self._sink
+        )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None

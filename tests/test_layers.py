@@ -30,6 +30,7 @@ CKPT = [
     {"rows"},
     {"attach", "fence"},
     {"pace", "ring"},
+    {"threads"},
     {"pump"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
