@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ckpt.errors import SaveError
+from ckpt.errors import UntrackedWriteError
 from ckpt.native import move
 from ckpt.types import Clock
 
@@ -127,7 +127,7 @@ class DenseCopy:
     def settle(self) -> None:
         """Wait until all copies are made. Runs on a persist thread, before they are read.
 
-        Raises SaveError naming what was changed before it was copied.
+        Raises UntrackedWriteError naming what was changed before it was copied.
         """
         for event in tuple(self._events):
             event.synchronize()
@@ -136,11 +136,20 @@ class DenseCopy:
             self._changed.wait_for(lambda: not self._running)
         if self.overwritten:
             shown = ", ".join(self.overwritten[:4])
-            raise SaveError(
+            raise UntrackedWriteError(
                 f"{shown}{' ...' if len(self.overwritten) > 4 else ''}: changed outside of an "
                 f"optimizer's step before the snapshot had it; call touched() on it before, or save "
                 f'with snapshot = "copied"'
             )
+
+    def abandon(self) -> None:
+        """Copy no more. When this returns nothing is written to the copies' homes any longer."""
+        with self._changed:
+            self._next = len(self._pieces)
+            self._changed.wait_for(lambda: not self._running)
+        for event in self._events:
+            event.synchronize()
+        self._events = []
 
     def _copy_one(self, by: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
         with self._changed:
@@ -156,10 +165,7 @@ class DenseCopy:
                 self._running -= 1
                 self._left[copy.fqn] -= 1
                 # In-place operations count up; the last piece was copied before this look.
-                if (
-                    not self._left[copy.fqn]
-                    and copy.live._version != self._version_of[copy.fqn]
-                ):
+                if not self._left[copy.fqn] and copy.live._version != self._version_of[copy.fqn]:
                     self.overwritten.append(copy.fqn)
                     self._unsteady.add(copy.fqn)
                 if not self._running:
@@ -169,14 +175,14 @@ class DenseCopy:
     def _copy_from_devices(self, copies: Sequence[Copy]) -> None:
         """Enqueue all device copies on a stream of their own, behind what is enqueued already."""
         for device in {c.live.device for c in copies}:
-            stream = torch.cuda.Stream(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for c in copies:
                     if c.live.device == device:
                         c.home.copy_(c.live, non_blocking=True)
                         c.live.record_stream(stream)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(stream)
             self._events.append(event)
 
@@ -192,9 +198,10 @@ def owned_by_steps(
     foreign = {t.untyped_storage().data_ptr() for t in elsewhere}
     owned = set()
     for tensor in _held(optimizers):
-        if tensor.layout is torch.strided and tensor.numel():
-            if tensor.untyped_storage().data_ptr() not in foreign:
-                owned.add(identity(tensor))
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if tensor.untyped_storage().data_ptr() not in foreign:
+            owned.add(identity(tensor))
     return owned
 
 

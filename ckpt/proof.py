@@ -9,31 +9,19 @@ table before the snapshot closes, except for rows that training has announced si
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from ckpt.config import Proof
-from ckpt.errors import SaveError
+from ckpt.errors import UntrackedWriteError
 from ckpt.rows import Place, RowSnapshot
 
 _KEPT_BYTES = 8 << 20  # of a snapshot at most: that is the proof's cost in memory and time
 _LEAST_SHARE = 64  # and at most one row in so many
 _SHOWN = 8
-
-
-class UntrackedWriteError(SaveError):
-    """Rows of a guarded table were changed and no guard saw it: the snapshot isn't exact."""
-
-    def __init__(self, table: str, rows: Sequence[int]) -> None:
-        super().__init__(
-            f"{table}: rows {list(rows[:_SHOWN])}{' ...' if len(rows) > _SHOWN else ''} were changed "
-            f"outside of training while a snapshot was open; call touched() before, or save with "
-            f'snapshot = "copied"'
-        )
-        self.table = table
-        self.rows = list(rows)
 
 
 @dataclass(frozen=True)
@@ -44,12 +32,21 @@ class _Sample:
 
 
 class RowProof:
-    """The proof of one snapshot. Made in save(); the rest runs on the persist thread."""
+    """The proof of one snapshot. Made in save(); the rest runs on the persist thread.
+
+    report: told the table and the rows of an untracked write, before it's raised.
+    """
 
     def __init__(
-        self, snapshot: RowSnapshot, places: Sequence[Place], total_bytes: int, proof: Proof
+        self,
+        snapshot: RowSnapshot,
+        places: Sequence[Place],
+        proof: Proof,
+        report: Callable[[str, list[int]], None],
     ) -> None:
         self._snapshot = snapshot
+        self._report = report
+        total_bytes = sum(p.table.rows * sum(p.table.widths) for p in places)
         self._share = max(_LEAST_SHARE, -(-total_bytes // _KEPT_BYTES))
         self._samples: list[_Sample] = []
         self._random = random.Random()
@@ -82,7 +79,7 @@ class RowProof:
             changed &= self._snapshot.untouched(s.place, s.row, s.row + _count(s))
             if changed.any():
                 found = (changed.nonzero().flatten() + s.row).tolist()
-                raise UntrackedWriteError(s.place.table.name, found)
+                self._fail(s.place.table.name, found)
 
     def _compare(
         self,
@@ -96,16 +93,22 @@ class RowProof:
         changed = _changed(parts, [w[row : row + rows] for w in whole])
         if changed.any():
             found = (changed.nonzero().flatten() + row).tolist()
-            raise UntrackedWriteError(place.table.name, found)
+            self._fail(place.table.name, found)
+
+    def _fail(self, table: str, rows: list[int]) -> NoReturn:
+        self._report(table, rows)
+        raise UntrackedWriteError(
+            f"{table}: rows {rows[:_SHOWN]}{' ...' if len(rows) > _SHOWN else ''} were changed "
+            f"outside of training while a snapshot was open; call touched() before, or save with "
+            f'snapshot = "copied"'
+        )
 
 
 def _count(sample: _Sample) -> int:
     return next(p.shape[0] for p in sample.parts if p is not None)
 
 
-def _changed(
-    kept: Sequence[torch.Tensor | None], live: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _changed(kept: Sequence[torch.Tensor | None], live: Sequence[torch.Tensor]) -> torch.Tensor:
     """Which rows differ in any byte: bool of shape (rows,)."""
     changed = torch.zeros(live[0].shape[0], dtype=torch.bool)
     for k, now in zip(kept, live, strict=True):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt.blocks import Block, Piece
 from ckpt.errors import SaveError
@@ -24,6 +24,14 @@ from ckpt.proof import RowProof
 from ckpt.rows import Place, RowSnapshot
 from ckpt.staging import Arena
 from ckpt.tree import dtype_name
+
+
+class SnapshotPlanner(DefaultSavePlanner):
+    """Hands a `ChunkWriter` a snapshot instead of the tensors of a plan's items."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.blocks = snapshot
 
 
 @dataclass
@@ -93,8 +101,7 @@ class Snapshot:
     def close(self) -> None:
         """It won't be written, or has been: nothing is kept for it any more. Idempotent."""
         if self.dense is not None:
-            with suppress(SaveError):
-                self.dense.settle()  # its memory may be another save's next
+            self.dense.abandon()  # its memory may be another save's next
         if self.rows is not None:
             self.rows.close()
         if not self.fixed.done():

@@ -5,8 +5,8 @@ On the trainer's thread. What it makes, a `Snapshot`, then belongs to a persist 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,8 @@ from ckpt.staging import Arena
 from ckpt.tree import FlatState, Shard
 from ckpt.types import Clock, EventSink
 
-Waited = Callable[[str, float], None]
+Waited = Callable[[Literal["overlay", "fence"], float], None]
+Untracked = Callable[[int, str, Sequence[int]], None]
 
 _WORTH_A_FENCE_BYTES = 4 << 20  # less than that is copied in a millisecond
 
@@ -34,6 +35,7 @@ class Stager:
     Args:
         upload_bytes: what a writer of the store holds, part of the staging memory.
         waited: told why ("overlay" or "fence") and how long training waited for a snapshot.
+        untracked: told the step, table and rows of a write that no guard saw.
         hurry: speeds up what is being persisted.
     """
 
@@ -45,11 +47,12 @@ class Stager:
         *,
         upload_bytes: int,
         waited: Waited,
+        untracked: Untracked,
         hurry: Callable[[], None],
     ) -> None:
         self._config = config
         self._upload_bytes = upload_bytes
-        self._sink = sink
+        self._untracked = untracked
         self._guarding = config.snapshot == "guarded"
         self._guards = RowGuards(
             clock, config.stall_limit_s, hurry, lambda wait_s: waited("overlay", wait_s)
@@ -65,10 +68,10 @@ class Stager:
         """Tables that a save copies whole, with the reason."""
         return self._attachment.refused
 
-    @property
-    def overlay_bytes(self) -> int:
-        """Old rows kept now for open snapshots."""
-        return self._guards.overlay_bytes
+    def overlay_peak(self) -> tuple[int, float]:
+        """The most bytes of old rows kept since the last call, and their part of the overlay."""
+        peak, self._guards.peak_bytes = self._guards.peak_bytes, 0
+        return peak, peak / max(self._guards.capacity_bytes, 1)
 
     def guard(self, *objects: Any) -> None:
         """Find tables and optimizers in modules, optimizers or nests of them; follow what moved.
@@ -98,16 +101,23 @@ class Stager:
         if self._fence is not None:
             self._fence.finish()
 
-    def stage(self, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
+    def stage(self, step: int, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
         """Fix the state of this rank's shards as it is now."""
         shards = plan.shards(flat)
         rows = self._guards.open() if self._guards.guarded_bytes else None
         try:
-            return self._stage(shards, plan, rows, arena)
+            snapshot = self._stage(shards, plan, rows, arena)
         except BaseException:
             if rows is not None:
                 rows.close()
             raise
+        if rows is not None:
+            places = [t.place for t in snapshot.tables]
+            proof = self._config.proof
+            snapshot.proof = RowProof(
+                rows, places, proof, lambda table, found: self._untracked(step, table, found)
+            )
+        return snapshot
 
     def close(self) -> None:
         """Take all hooks off. What is open by then is no longer followed."""
@@ -131,7 +141,7 @@ class Stager:
             )
         now = [n for n in rest if n not in fenced]
         arena.stage([shards[n] for n in now], [homes[n] for n in now])
-        snapshot = Snapshot(
+        return Snapshot(
             tables=tables,
             staged=[(n, homes[n]) for n in rest],
             arena=arena,
@@ -139,22 +149,16 @@ class Stager:
             dense=dense,
             pressure_of=self._guards.pressure,
         )
-        if rows is not None:
-            places = [t.place for t in tables]
-            snapshot.proof = RowProof(
-                rows, places, snapshot.guarded_bytes, self._config.proof
-            )
-        return snapshot
 
     def _fenced(self, rest: list[int], shards: list[Shard], plan: RankPlan) -> set[int]:
         """Which of these items only optimizers' steps change, if there is enough of them."""
         if self._fence is None:
             return set()
         owned = owned_by_steps(self._attachment.optimizers, self._attachment.lookup_tensors())
+        unsteady = self._fence.unsteady
+        names = [item.index.fqn for item in plan.plan.items]
         found = {
-            n
-            for n in rest
-            if identity(shards[n].tensor) in owned and plan.plan.items[n].index.fqn not in self._fence.unsteady
+            n for n in rest if names[n] not in unsteady and identity(shards[n].tensor) in owned
         }
         nbytes = sum(shards[n].tensor.nbytes for n in found)
         return found if nbytes >= _WORTH_A_FENCE_BYTES else set()
@@ -164,9 +168,7 @@ class Stager:
         return Ring(BUFFERS, size, pinned=torch.cuda.is_available())
 
 
-def _guarded(
-    shards: list[Shard], rows: RowSnapshot | None
-) -> tuple[list[GuardedItems], list[int]]:
+def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:
     """The items that are guarded, by table, and the others."""
     tables: dict[int, GuardedItems] = {}
     rest = []

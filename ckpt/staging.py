@@ -54,7 +54,7 @@ class Arena:
             # Tensor.copy_ releases the GIL and uses all intra-op threads; the storage's own holds it.
             home.copy_(shard.tensor, non_blocking=True)
         for device in {s.tensor.device for s in shards if s.tensor.is_cuda}:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
