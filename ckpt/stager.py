@@ -103,6 +103,8 @@ class Stager:
 
     def stage(self, step: int, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
         """Fix the state of this rank's shards as it is now."""
+        if torch.cuda.is_initialized():
+            self.ring.device = torch.device("cuda", torch.cuda.current_device())
         shards = plan.shards(flat)
         rows = self._guards.open() if self._guards.guarded_bytes else None
         try:
