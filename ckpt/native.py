@@ -122,6 +122,11 @@ def touched_memory(nbytes: int) -> torch.Tensor:
     return memory[:nbytes]
 
 
+def cuda_used() -> bool:
+    """Does this process work with CUDA? If not, whatever asks the driver makes a context, in vain."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def pin(memory: torch.Tensor) -> bool:
     """Page-lock host memory for CUDA's current device; False where that's refused, or unused.
 
@@ -129,8 +134,8 @@ def pin(memory: torch.Tensor) -> bool:
     undone by `unpin` before the memory goes. torch's own pinned tensors would take up to twice
     the memory, and never give it back.
     """
-    if not memory.numel() or not torch.cuda.is_initialized():
-        return False  # nothing here trains on CUDA: a context would cost memory
+    if not memory.numel() or not cuda_used():
+        return False
     if int(_cuda().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with contextlib.suppress(RuntimeError):
