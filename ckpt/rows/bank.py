@@ -8,6 +8,7 @@ the host wait for it. So an append is enqueued only if it fits for sure.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -106,7 +107,7 @@ class Bank:
         ]
         # Each append makes a new one: those that were published never change under a reader.
         self._count = torch.zeros((), dtype=torch.int64, device=place)
-        self._published: tuple[torch.Tensor, int, Mark] | None = None
+        self._published: deque[tuple[torch.Tensor, int, Mark]] = deque()
         self._empty = False
         self._there = device.host((), torch.int64)
         self._report: Mark | None = None
@@ -123,8 +124,8 @@ class Bank:
 
     def reset(self) -> None:
         """Nobody needs what is kept: the next append starts again at the front."""
-        self.bound, self._report, self._published = 0, None, None
-        self._empty = True
+        self.bound, self._report, self._empty = 0, None, True
+        self._published.clear()
 
     def heed(self) -> None:
         """Count with the device's last report, if it's there."""
@@ -167,9 +168,11 @@ class Bank:
         self._ask(n)
 
     def publish(self, mark: Mark) -> None:
-        """What was kept until now may be read after `mark`."""
+        """What was kept until now may be read once `mark` has passed."""
         if self.bound:
-            self._published = (self._count, min(self.bound, self.capacity), mark)
+            self._published.append((self._count, min(self.bound, self.capacity), mark))
+            while len(self._published) > 1 and self._published[1][2].done():
+                self._published.popleft()
 
     def clear_up(self, epochs: Sequence[tuple[int, torch.Tensor]], bases: torch.Tensor) -> None:
         """Keep only what a snapshot hasn't got: (epoch, first row number that it lacks per table).
@@ -194,6 +197,7 @@ class Bank:
                 area.index_copy_(0, places[a:b], area[a:b].clone())
         self._count = wanted.sum()
         self._report = None
+        self._published.clear()
 
     def lay_over(
         self, first: int, rows: int, epoch: int, parts: Sequence[torch.Tensor | None]
@@ -202,9 +206,12 @@ class Bank:
 
         On the copying side, on the side stream. `first` counts among the rows of all tables.
         """
-        if self._published is None:
+        states = tuple(self._published)
+        if not states:
             return 0
-        count, n, mark = self._published
+        # The newest that has passed holds all that matters; to wait for a newer one would be to wait
+        # for all that training has enqueued. None: the area was cleared up just now.
+        count, n, mark = next((s for s in reversed(states) if s[2].done()), states[0])
         mark.wait()
         # Numbers are taken once: a snapshot that was given up may read while the area is refilled.
         at = self._keys[:n] - first

@@ -8,18 +8,20 @@ streams they are, `touch` chains them) and the side stream p.
 Opening: T records `opened` in t; p waits for it before it first reads a table. So p reads no row
 before the changes that were enqueued before save() are made.
 
-Copying rows [a, b), P: p copies them to a buffer, C; P waits for C; P publishes upto = b; P takes what
-the overlay's bank has published, a count and a mark in t; p waits for that mark, then lays the rows
-below that count over the buffer; then the buffer goes to the host; P waits for that, too.
+Copying rows [a, b), P: p copies them to a buffer, C; P waits for C; P publishes upto = b; P takes the newest
+state that the overlay's bank has published and the device has passed, a count and a mark in t; p lays
+the rows below that count over the buffer; then the buffer goes to the host, and P waits for that, too.
 Touching row r, T: T reads upto; unless r < upto, t keeps the row, K; T publishes the bank's count with a
-mark behind K; `touch` returns, and T enqueues the change U in t, behind K.
+mark behind K; `touch` returns, and T enqueues the change U in t, behind that mark.
 
 - r wasn't kept: T read upto > r, so C had ended on the device before U was even enqueued. C has the old
   row.
-- r was kept, and P took the bank's state after T had published K: p reads the overlay after K. C may have the
-  old row, the new one or a mixture: the old one is laid over it.
-- r was kept, and P took the bank's state before that: U is enqueued later than that, and C had ended still
-  earlier. C has the old row.
+- r was kept, and U began on the device before C ended: K and its mark had passed by then, and T had
+  published them before it enqueued U. So P, which looks after C has ended, finds this state or a newer one.
+  C may have the old row, the new one or a mixture: the old one is laid over it.
+- r was kept, and U began after C ended: C has the old row, and so has the overlay, if P sees it yet.
+
+The same order shows that `untouched` finds the touch of every change that `live` has seen.
 
 What is kept twice holds the same old value, unless a snapshot was opened between: the tags before and
 after a touch tell whose it is, as in `_rows.c`.
@@ -111,7 +113,7 @@ class DevicePool:
         self._reading = threading.Lock()
         self._stream: object = None
         self._last: Mark = device.mark()
-        """Behind the newest touch: what has changed rows comes after it."""
+        """Behind the newest work on tags or old rows, in whichever stream that was."""
 
     def takes(self, table: Table) -> bool:
         return len(table.components) <= PARTS and all(
@@ -266,7 +268,6 @@ class DevicePool:
     def untouched(self, key: DeviceTable, epoch: int, a: int, b: int) -> torch.Tensor:
         self._device.bind()
         with self._device.beside():
-            self._last.wait()  # taken after the rows were read, so it's behind what changed them
             return fetch(self._device, key.tag[a:b]) < epoch
 
     def age(self, by: int) -> None:
