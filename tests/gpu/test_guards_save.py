@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 SPARSE = [torch.optim.SGD, torch.optim.Adagrad]
 
