@@ -1,0 +1,23 @@
+"""TorchRec's sharded collections under its pipelines: every row that changes was announced."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+RANKS = "tests.distributed.guards_ranks"
+
+pytestmark = pytest.mark.distributed
+
+pytest.importorskip("fbgemm_gpu", reason="TorchRec isn't installed")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pipelines_change_only_what_was_announced(world: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, world, tmp_path / "meet", "base", "sparse_dist", "sparse_dist_lite")
+
+
+@pytest.mark.parametrize("world", [2])
+def test_rows_of_sharded_tensors_are_announced_by_hand(world: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, world, tmp_path / "meet", "by_hand")
