@@ -57,9 +57,14 @@ PIPELINES = {
 class Batch(Pipelineable):
     bags: KeyedJaggedTensor
     lists: KeyedJaggedTensor
+    plain: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.bags.to(device, non_blocking), self.lists.to(device, non_blocking))
+        return Batch(
+            self.bags.to(device, non_blocking),
+            self.lists.to(device, non_blocking),
+            self.plain.to(device, non_blocking=non_blocking),
+        )
 
     def record_stream(self, stream: Any) -> None: ...
 
@@ -97,12 +102,13 @@ class Model(nn.Module):
             ],
             device=meta,
         )
+        self.plain = nn.EmbeddingBag(ROWS, 3, mode="sum", sparse=True)  # trained under DDP
         self.head = nn.Linear(DIM * (len(BAGS) + 2), 1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pooled = self.ebc(batch.bags)
         lists = self.ec(batch.lists)
-        out = self.head(pooled.values()).sum()
+        out = self.head(pooled.values()).sum() + weighted(self.plain(batch.plain))
         for i in range(len(LISTS)):  # names that are known, as the pipelines' tracing wants it
             for feature in features("l", i):
                 out = out + weighted(lists[feature].values())
@@ -129,12 +135,14 @@ def batches(rank: int) -> Iterator[Batch]:
         return KeyedJaggedTensor.from_lengths_sync(keys, values, lengths)
 
     while True:
-        yield Batch(kjt("b", len(BAGS) + 1), kjt("l", len(LISTS)))
+        plain = torch.randint(0, ROWS, (3, 2), generator=g)
+        yield Batch(kjt("b", len(BAGS) + 1), kjt("l", len(LISTS)), plain)
 
 
 def build(world: int, *, dtensor: bool) -> tuple[Any, Any]:
     model = Model()
-    tables = [n for n, _ in model.named_parameters() if "head" not in n and DENSE not in n]
+    dense = ("head", "plain", DENSE)
+    tables = [n for n, _ in model.named_parameters() if not any(d in n for d in dense)]
     parameters = dict(model.named_parameters())
     apply_optimizer_in_backward(RowWiseAdagrad, [parameters[n] for n in tables], {"lr": 0.1})
     sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
@@ -142,7 +150,8 @@ def build(world: int, *, dtensor: bool) -> tuple[Any, Any]:
         path: construct_module_sharding_plan(
             getattr(model, path),
             per_param_sharding={
-                c.name: sharding(c.name.partition("_")[2], world) for c in configs(getattr(model, path))
+                c.name: sharding(c.name.partition("_")[2], world)
+                for c in configs(getattr(model, path))
             },
             sharder=sharder,
             local_size=world,
@@ -153,12 +162,14 @@ def build(world: int, *, dtensor: bool) -> tuple[Any, Any]:
     }
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     env.output_dtensor = dtensor
-    dmp = DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan(plan), sharders=sharders)
-    dense = KeyedOptimizerWrapper(
-        {n: p for n, p in dmp.named_parameters() if "head" in n or DENSE in n},
+    dmp = DistributedModelParallel(
+        model, env=env, device=CPU, plan=ShardingPlan(plan), sharders=sharders
+    )
+    rest = KeyedOptimizerWrapper(
+        {n: p for n, p in dmp.named_parameters() if any(d in n for d in dense)},
         lambda p: torch.optim.SGD(p, lr=0.1),
     )
-    return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, rest])
 
 
 def configs(collection: Any) -> Any:
@@ -225,7 +236,9 @@ def check_names(attachment: Attachment, recorder: Recorder, sink: ListSink, worl
         )
     }
     assert not sink.events
-    mine = [(t.name, t.components[0].numel()) for t in recorder.tables().values()]
+    tables = recorder.tables()
+    assert tables.pop("model.plain").components[0].shape == (ROWS, 3)
+    mine = [(t.name, t.components[0].numel()) for t in tables.values()]
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, mine)
     sizes: dict[str, int] = {}
@@ -254,7 +267,7 @@ def check_aliases(recorder: Recorder, model: Any, optimizer: Any, rank: int) -> 
     for fqn, leaf in flat.leaves.items():
         for shard in leaf.shards:
             found = guarded.get(identity(shard.tensor))
-            is_table = any(f"_{way}." in fqn for way in BAGS)
+            is_table = any(f"_{way}." in fqn for way in BAGS) or "plain.weight" in fqn
             assert (found is not None) == (is_table and shard.tensor.numel() > 0), fqn
             if found is None:
                 continue

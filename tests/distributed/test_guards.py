@@ -21,3 +21,7 @@ def test_pipelines_change_only_what_was_announced(world: int, tmp_path: Path) ->
 @pytest.mark.parametrize("world", [2])
 def test_rows_of_sharded_tensors_are_announced_by_hand(world: int, tmp_path: Path) -> None:
     run_ranks(RANKS, world, tmp_path / "meet", "by_hand")
+
+
+def test_tables_that_others_write_to_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks("tests.distributed.guards_refused", 1, tmp_path / "meet")
