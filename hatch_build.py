@@ -44,7 +44,9 @@ def compile_native(library: Path) -> bool:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as e:
         why = getattr(e, "stderr", None) or e
-        print(f"sidestage: no native part ({why}); row guards will run through torch", file=sys.stderr)
+        print(
+            f"sidestage: no native part ({why}); row guards will run through torch", file=sys.stderr
+        )
         unfinished.unlink(missing_ok=True)
         return False
     unfinished.replace(library)  # whole, under readers

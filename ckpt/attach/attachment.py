@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.optim import Optimizer
 
 from ckpt.attach.finding import Finder
 from ckpt.attach.fused import FusedTables
@@ -68,6 +69,16 @@ class Attachment:
     def refused(self) -> Mapping[str, str]:
         """Names of the tables that aren't guarded, with the reason: a save copies them whole."""
         return MappingProxyType(self._refused)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The innermost optimizers that were found, those that change anything themselves."""
+        return self._sparse.optimizers
+
+    def lookup_tensors(self) -> Iterator[Tensor]:
+        """The memory of all table-batched embeddings, guarded or not: their backward pass writes it."""
+        for fused in self._fused:
+            yield from fused.tensors()
 
     def touched(self, tensor: Tensor | ShardedTensor, rows: Tensor | None) -> bool:
         """Announce that rows of a table or of its state are about to be changed by hand.

@@ -7,7 +7,7 @@ updates the looked-up rows: at each backward, in whatever order, and never for a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,6 +67,12 @@ class FusedTables:
             self._regroup(guards, self._tables(module, guards))
             self._pointers = pointers
         return True
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory of the module."""
+        if (module := self._module()) is not None:
+            yield from module.parameters()
+            yield from module.buffers()
 
     def detach(self, guards: RowGuards) -> None:
         """Take the hook off again."""

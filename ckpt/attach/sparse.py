@@ -69,6 +69,10 @@ class SparseTables:
     def groups(self) -> list[Group]:
         return [g.group for g in self._guarded.values()]
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [o for ref in self._optimizers if (o := ref()) is not None]
+
     def refresh(self, guards: RowGuards) -> None:
         """Judge every weight anew and guard what changed: its memory, its state, its optimizer."""
         if not self._embeddings:

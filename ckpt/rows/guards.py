@@ -55,7 +55,7 @@ class Group:
         the overlay is full.
         """
         keys = [self.keys[t] for t in tables]
-        self._guards._touch(keys, ids.contiguous(), bounds)  # noqa: SLF001 - one unit
+        self._guards._touch(keys, ids.contiguous(), bounds)
 
     def touch_rows(self, table: int, rows: torch.Tensor) -> None:
         """`touch` for one table."""
@@ -63,7 +63,7 @@ class Group:
 
     def touch_all(self, table: int) -> None:
         """Any row of a table may change now: waits until open snapshots have all of it."""
-        self._guards._touch_all(self.keys[table])  # noqa: SLF001 - one unit
+        self._guards._touch_all(self.keys[table])
 
 
 class RowGuards:
@@ -101,6 +101,8 @@ class RowGuards:
         self._progress = threading.Condition()
         self._waiting = False
         self._laid_out = False
+        self.peak_bytes = 0
+        """The most that `pressure` has seen kept since this was last set."""
 
     @property
     def busy(self) -> bool:
@@ -124,7 +126,13 @@ class RowGuards:
 
     def pressure(self) -> float:
         """How full the overlay is, 0 to 1."""
-        return self._pool.used_bytes / max(self._pool.capacity_bytes, 1)
+        used = self._pool.used_bytes
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used / max(self._pool.capacity_bytes, 1)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._pool.capacity_bytes
 
     @property
     def overlay_bytes(self) -> int:
@@ -142,7 +150,9 @@ class RowGuards:
         self._refuse_if_busy("guarded")
         for table in tables:
             if not self.takes(table):
-                raise BadInputError(f"{table.name}: its memory can't be guarded; leave it unguarded")
+                raise BadInputError(
+                    f"{table.name}: its memory can't be guarded; leave it unguarded"
+                )
         made = Group(self, tuple(tables), tuple(self._pool.add(t) for t in tables))
         self._groups.append(made)
         self._laid_out = False
@@ -307,7 +317,7 @@ class RowSnapshot:
         self.slot = slot
         self.epoch = epoch
         self._guards = guards
-        self._pool = guards._pool  # noqa: SLF001 - one unit
+        self._pool = guards._pool
         self._places = places
         self._given_up: str | None = None
         self._closed = False
@@ -327,7 +337,7 @@ class RowSnapshot:
         laid = self._pool.copy(place.key, self.slot, a, b, out)
         if self._given_up is not None:
             raise SaveError(self._given_up)
-        self._guards._note_passed(place.key, chunk)  # noqa: SLF001 - one unit
+        self._guards._note_passed(place.key, chunk)
         return laid
 
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
@@ -344,7 +354,7 @@ class RowSnapshot:
         if not self._closed:
             self._closed = True
             self._pool.pass_all(self.slot)
-            self._guards._note_closed(self)  # noqa: SLF001 - one unit
+            self._guards._note_closed(self)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ class NativeTable:
         self.struct.first = self.first.data_ptr()
         self.struct.chunk_rows = chunk_rows
         # A multiplication in place of each division: exact for 32-bit numbers.
-        exact = 1 < chunk_rows and max(rows, chunk_rows) < 1 << 32
+        exact = chunk_rows > 1 and max(rows, chunk_rows) < 1 << 32
         self.struct.magic = -(-(1 << 64) // chunk_rows) if exact else 0
 
 

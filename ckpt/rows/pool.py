@@ -54,6 +54,10 @@ class Pool(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
+    def takes(self, table: Table) -> bool:
+        """Can it keep rows of this table?"""
+        ...
+
     def add(self, table: Table) -> Any:
         """Start to keep tags of a table; returns its key in the other calls."""
         ...

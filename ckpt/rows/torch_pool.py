@@ -174,12 +174,12 @@ class TorchPool:
 
     def _keep(self, key: TorchTable, rows: torch.Tensor) -> bool:
         """Keep the old values of rows; False if there is no room."""
-        rows = rows.unique()
+        rows = torch.unique(rows)
         if self._used + rows.numel() * key.record_bytes > self._capacity:
             return False
         before, chunks = key.tag[rows], rows // key.chunk_rows
         values = [c[rows] for c in key.table.components]
-        found, counts = chunks.unique_consecutive(return_counts=True)
+        found, counts = torch.unique_consecutive(chunks, return_counts=True)
         at = 0
         for chunk, n in zip(found.tolist(), counts.tolist(), strict=True):
             here = slice(at, at + n)

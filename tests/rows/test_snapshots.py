@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ckpt import native
-from ckpt.errors import BadInputError, SaveError
-from ckpt.rows import Group, RowGuards, RowSnapshot, Table
+from ckpt.rows import RowGuards, RowSnapshot, Table
 from ckpt.rows.native_pool import NativePool
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import SystemClock
@@ -127,8 +126,8 @@ class Machine(RuleBasedStateMachine):
                 parts[-1][0] = -1 if seed % 2 else rows + 5
         ids = torch.cat(parts)
         self.group.touch(ids.int() if narrow else ids, [n * i for i in range(5)], order)
-        for t, rows in zip(order, parts, strict=True):
-            rows = torch.where((rows < 0) | (rows >= self.tables[t].rows), 0, rows)
+        for t, part in zip(order, parts, strict=True):
+            rows = torch.where((part < 0) | (part >= self.tables[t].rows), 0, part)
             for c in self.tables[t].components:
                 c[rows] += torch.rand(1, generator=g).item() + 0.5
 
