@@ -76,9 +76,10 @@ class Attachment:
         return self._sparse.optimizers
 
     def lookup_tensors(self) -> Iterator[Tensor]:
-        """The memory of all table-batched embeddings, guarded or not: their backward pass writes it."""
+        """Memory that lookups change themselves: by their backward pass, or `max_norm` in forward."""
         for fused in self._fused:
             yield from fused.tensors()
+        yield from self._sparse.renormed()
 
     def touched(self, tensor: Tensor | ShardedTensor, rows: Tensor | None) -> bool:
         """Announce that rows of a table or of its state are about to be changed by hand.

@@ -5,6 +5,7 @@ TorchRec and fbgemm are recognised by class names, so that neither has to be ins
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,10 @@ _MAX_NESTING = 8
 
 @dataclass(frozen=True, eq=False)
 class FoundLookup:
-    """A lookup module of several tables, with their names and sizes; `barred` says why not to guard them."""
+    """A lookup module of several tables with their names; `barred` says why not to guard them.
+
+    dense: an optimizer's step changes them, as it does any parameter.
+    """
 
     module: nn.Module
     names: tuple[str, ...]
@@ -49,7 +53,7 @@ class FoundLookup:
 
 @dataclass(frozen=True, eq=False)
 class FoundEmbedding:
-    """A plain `nn.Embedding` or `nn.EmbeddingBag` with sparse gradients."""
+    """A plain `nn.Embedding` or `nn.EmbeddingBag` with sparse gradients, or with a `max_norm`."""
 
     name: str
     module: nn.Embedding | nn.EmbeddingBag
@@ -76,7 +80,9 @@ class _Place:
 class Finder:
     """Each object is looked through once; what was found is handed out by `take`."""
 
-    _seen: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _seen: weakref.WeakValueDictionary[int, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _lookups: list[FoundLookup] = field(default_factory=list)
     _embeddings: list[FoundEmbedding] = field(default_factory=list)
     _optimizers: list[Optimizer] = field(default_factory=list)
@@ -111,13 +117,10 @@ class Finder:
                 self._look(inner, place.below(name), depth + 1)
 
     def _is_new(self, value: Any) -> bool:
-        known = self._seen.get(id(value))
-        if known is not None and known() is value:
+        if self._seen.get(id(value)) is value:
             return False
-        try:
-            self._seen[id(value)] = weakref.ref(value)
-        except TypeError:  # it has no weak references; looking again does no harm
-            self._seen.pop(id(value), None)
+        with contextlib.suppress(TypeError):  # no weak references: looking again does no harm
+            self._seen[id(value)] = value
         return True
 
     def _optimizer(self, optimizer: Optimizer) -> None:
@@ -140,7 +143,7 @@ class Finder:
         if is_fused(module) or "_emb_module" in module._modules:
             self._lookup(module, place)
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if module.sparse:
+            if module.sparse or module.max_norm is not None:
                 self._embeddings.append(
                     FoundEmbedding(place.path or type(module).__name__, module, barred)
                 )

@@ -69,8 +69,8 @@ class FusedTables:
         return True
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory of the module."""
-        if (module := self._module()) is not None:
+        """All memory of the module, unless it is dense."""
+        if not self.quiet and (module := self._module()) is not None:
             yield from module.parameters()
             yield from module.buffers()
 

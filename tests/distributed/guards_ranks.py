@@ -1,4 +1,4 @@
-"""A rank that trains sharded TorchRec collections: `guards_ranks.py PIPELINE... | dtensor`."""
+"""A rank that trains sharded TorchRec collections: `guards_ranks.py PIPELINE... by_hand`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ from torchrec.streamable import Pipelineable
 
 from ckpt.attach import Attachment
 from ckpt.events import ListSink
+from ckpt.rows import RowGuards
 from ckpt.tree import flatten
+from ckpt.types import SystemClock
 from tests.distributed.launch import join
 from tests.unit.attach_recorder import Recorder
 
@@ -218,6 +220,33 @@ def train(name: str, rank: int, world: int) -> None:
         some += sum(map(len, changed.values()))
     assert some > 4 * 10
     assert recorder.made == len(recorder.groups), "nothing moved, so nothing is grouped again"
+    attachment.detach()
+    check_exact(pipeline, source, {"optimizer": optimizer, "model": model}, rank)
+
+
+def check_exact(pipeline: Any, source: Iterator[Batch], state: dict[str, Any], rank: int) -> None:
+    """A snapshot opened between two steps and copied after more of them is the state at opening."""
+    guards = RowGuards(SystemClock(), 60.0)
+    attachment = Attachment(guards, ListSink())
+    attachment.add(state)
+    guards.lay_out(1 << 14, 1 << 22)
+    pipeline.progress(source)
+    live = [s.tensor for x in flatten(state, rank).leaves.values() for s in x.shards]
+    snapshot = guards.open()
+    found = [(p, t, t.clone()) for t in live if (p := snapshot.find(t)) is not None]
+    pipeline.progress(source)
+    pipeline.progress(source)
+    assert any(not torch.equal(t, before) for _, t, before in found)
+    got = {}
+    for place in {id(p.table): p for p, _, _ in found}.values():
+        parts = [torch.zeros_like(c) for c in place.table.components]
+        for chunk, a in enumerate(range(0, place.table.rows, place.chunk_rows)):
+            rows = slice(a, a + place.chunk_rows)
+            snapshot.copy(place, chunk, [g[rows].reshape(-1).view(torch.uint8) for g in parts])
+        got[id(place.table)] = parts
+    for place, _, before in found:
+        assert torch.equal(got[id(place.table)][place.component], before), place.table.name
+    snapshot.close()
     attachment.detach()
 
 

@@ -14,13 +14,9 @@ pytest.importorskip("fbgemm_gpu", reason="TorchRec isn't installed")
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_pipelines_change_only_what_was_announced(world: int, tmp_path: Path) -> None:
-    run_ranks(RANKS, world, tmp_path / "meet", "base", "sparse_dist", "sparse_dist_lite")
-
-
-@pytest.mark.parametrize("world", [2])
-def test_rows_of_sharded_tensors_are_announced_by_hand(world: int, tmp_path: Path) -> None:
-    run_ranks(RANKS, world, tmp_path / "meet", "by_hand")
+def test_what_pipelines_and_hands_change_was_announced(world: int, tmp_path: Path) -> None:
+    actions = ("base", "sparse_dist", "sparse_dist_lite", "by_hand")
+    run_ranks(RANKS, world, tmp_path / "meet", *actions)
 
 
 def test_tables_that_others_write_to_are_refused_by_name(tmp_path: Path) -> None:

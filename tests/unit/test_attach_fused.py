@@ -198,6 +198,30 @@ def test_several_features_of_one_table() -> None:
     assert changed == {"model.t0": {1, 2, 3, 4}, "model.t1": {5, 6}} == recorder.touched()
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # fbgemm's own hook
+def test_gradients_rewritten_before_the_update() -> None:
+    """fbgemm's writeback hook wraps the output; the announcement still comes before the update."""
+    module = lookup(
+        Optim.EXACT_SGD,
+        dims=(8,),
+        extra_optimizer_config=tbe.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True),
+    )
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, torch.tensor([4, 2, 4]), torch.arange(4))
+    assert changed == {"model.t0": {2, 4}} == recorder.touched()
+    assert recorder.groups[0].calls == 1
+
+
+@pytest.mark.parametrize("precision", ["FP16", "FP32"])
+def test_half_precision_with_stochastic_rounding(precision: str) -> None:
+    module = lookup(weights_precision=configs.SparseType[precision], stochastic_rounding=True)
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, *batch())
+    assert changed == recorder.touched()
+
+
 def test_empty_batches() -> None:
     module = lookup()
     _, recorder = guarded(module)
