@@ -34,9 +34,11 @@ class Attachment:
     def add(self, *objects: Any) -> None:
         """Look through modules, optimizers, or nests of them, such as a whole state.
 
-        What was looked through before isn't again, so that a state may be added at every save;
-        a submodule that is put into a known module later isn't found. Call it like `refresh`.
+        What was looked through before isn't again, unless a table has gone, as if for another in
+        its place; so a state may be added at every save. Call it like `refresh`.
         """
+        if self._sparse.any_gone or any(f.gone for f in self._fused):
+            self._finder.look_again()
         for value in objects:
             self._finder.look(value)
         lookups, embeddings, optimizers = self._finder.take()

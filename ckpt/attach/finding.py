@@ -80,7 +80,10 @@ class _Place:
 class Finder:
     """Each object is looked through once; what was found is handed out by `take`."""
 
-    _seen: weakref.WeakValueDictionary[int, Any] = field(
+    _walked: weakref.WeakValueDictionary[int, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    _known: weakref.WeakValueDictionary[int, Any] = field(
         default_factory=weakref.WeakValueDictionary
     )
     _lookups: list[FoundLookup] = field(default_factory=list)
@@ -90,6 +93,10 @@ class Finder:
     def look(self, value: Any) -> None:
         """Search one object of a state: a module, an optimizer, or a nest of them."""
         self._look(value, _Place(), 0)
+
+    def look_again(self) -> None:
+        """Walk what holds tables and optimizers once more when it is given; those known stay known."""
+        self._walked.clear()
 
     def take(self) -> tuple[list[FoundLookup], list[FoundEmbedding], list[Optimizer]]:
         """What was found since the last call."""
@@ -112,42 +119,31 @@ class Finder:
         elif type(value) in (list, tuple):
             for n, inner in enumerate(value):
                 self._look(inner, place.below(str(n)), depth + 1)
-        elif has_state_dict(value) and self._is_new(value):
+        elif has_state_dict(value) and _note(value, self._walked):
             for name, inner in getattr(value, "__dict__", {}).items():
                 self._look(inner, place.below(name), depth + 1)
 
-    def _is_new(self, value: Any) -> bool:
-        if self._seen.get(id(value)) is value:
-            return False
-        with contextlib.suppress(TypeError):  # no weak references: looking again does no harm
-            self._seen[id(value)] = value
-        return True
-
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Wrappers share the parameters of the optimizers in them; only the innermost change anything."""
-        if not self._is_new(optimizer):
-            return
         inner = list(_wrapped(optimizer))
-        for one in inner:
-            self._optimizer(one)
-        if not inner:
+        if not inner and _note(optimizer, self._known):
             self._optimizers.append(optimizer)
+        if inner and _note(optimizer, self._walked):
+            for one in inner:
+                self._optimizer(one)
 
     def _module(self, module: nn.Module, place: _Place) -> None:
-        if not self._is_new(module):
-            return
-        kinds = {c.__name__ for c in type(module).__mro__}
+        kinds = _kinds(module)
         barred = next((why for kind, why in _BARRED.items() if kind in kinds), place.barred)
         replicated = place.replicated or (place.in_lookups and "DistributedDataParallel" in kinds)
         place = _Place(place.path, barred, place.in_lookups, replicated)
         if is_fused(module) or "_emb_module" in module._modules:
             self._lookup(module, place)
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if module.sparse or module.max_norm is not None:
-                self._embeddings.append(
-                    FoundEmbedding(place.path or type(module).__name__, module, barred)
-                )
-        else:
+            if (module.sparse or module.max_norm is not None) and _note(module, self._known):
+                name = place.path or type(module).__name__
+                self._embeddings.append(FoundEmbedding(name, module, barred))
+        elif _note(module, self._walked):
             self._children(module, kinds, place)
 
     def _children(self, module: nn.Module, kinds: set[str], place: _Place) -> None:
@@ -173,7 +169,8 @@ class Finder:
     def _lookup(self, module: nn.Module, place: _Place) -> None:
         """A kernel, or TorchRec's module around one, which knows the names of its tables."""
         kernel = module._modules.get("_emb_module") or module
-        self._is_new(kernel)
+        if not _note(kernel, self._known):
+            return
         barred, dense = place.barred, False
         if not is_fused(kernel):
             dense = "DenseTableBatchedEmbeddingBagsCodegen" in _kinds(kernel)
@@ -184,6 +181,15 @@ class Finder:
             barred = "embedding updates write its rows outside of training"
         names = tuple(place.below(n).path for n in _table_names(module, kernel))
         self._lookups.append(FoundLookup(kernel, names, barred, dense))
+
+
+def _note(value: Any, known: weakref.WeakValueDictionary[int, Any]) -> bool:
+    """Keep `value` in mind as long as it lives; False if it was already."""
+    if known.get(id(value)) is value:
+        return False
+    with contextlib.suppress(TypeError):  # no weak references: looking again does no harm
+        known[id(value)] = value
+    return True
 
 
 def is_fused(module: nn.Module) -> bool:

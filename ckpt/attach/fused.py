@@ -56,6 +56,10 @@ class FusedTables:
             self._hook = _LookupHook(found.module)
             self._handle = found.module.register_forward_hook(self._hook)
 
+    @property
+    def gone(self) -> bool:
+        return self._module() is None
+
     def refresh(self, guards: RowGuards) -> bool:
         """Follow weights and state to where they are now; False once the module is gone."""
         module = self._module()

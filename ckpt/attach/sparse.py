@@ -66,6 +66,10 @@ class SparseTables:
         self._optimizers += [weakref.ref(o) for o in optimizers]
 
     @property
+    def any_gone(self) -> bool:
+        return any(e.module() is None for e in self._embeddings)
+
+    @property
     def groups(self) -> list[Group]:
         return [g.group for g in self._guarded.values()]
 

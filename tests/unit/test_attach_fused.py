@@ -373,6 +373,28 @@ def test_modules_may_die() -> None:
     assert not recorder.groups
 
 
+def test_tables_put_in_the_place_of_others_are_found() -> None:
+    """As resharding does."""
+    model = nn.ModuleDict({"x": lookup(), "y": lookup(), "z": nn.Embedding(5, 2, sparse=True)})
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    attachment.add(model)
+    for name in ("x", "z"):
+        kept = model[name]
+        model[name] = lookup() if name == "x" else nn.Embedding(5, 2, sparse=True)
+        del kept
+        gc.collect()
+        attachment.add(model)
+        attachment.refresh()
+    assert sorted(recorder.tables()) == [f"{m}.t{n}" for m in "xy" for n in range(3)]
+    assert list(attachment.refused) == ["z"]
+    assert all(len(model[m]._forward_hooks) == 1 for m in "xy")
+    with recorder.watch() as changed:
+        train(model["x"], *batch())
+        train(model["y"], *batch())
+    assert changed == recorder.touched()
+
+
 def test_touched_by_hand() -> None:
     module = lookup()
     attachment, recorder = guarded(module)
