@@ -8,7 +8,7 @@ hears nothing looks into storage, and finishes what it finds complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -60,7 +60,6 @@ class Persister:
     Args:
         storage, coordinator, attempt, config, clock: of this rank and this attempt.
         sink: told of each save that this rank has written. Must not raise.
-        pause: waits so many seconds between two looks into storage.
     """
 
     def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and have defaults
@@ -72,7 +71,6 @@ class Persister:
         clock: Clock,
         *,
         sink: EventSink | None = None,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._storage = storage
         self._coordinator = coordinator
@@ -80,7 +78,6 @@ class Persister:
         self._config = config
         self._clock = clock
         self._sink = sink
-        self._pause = pause
         self._parent = attempt.parent
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
         # unlisted is garbage.
@@ -154,7 +151,7 @@ class Persister:
         try:
             for n in range(_LOOKS):
                 if n:
-                    self._pause(_LOOK_EVERY_S)
+                    time.sleep(_LOOK_EVERY_S)
                 ref = committed(self._storage, attempt.epoch, save.step, attempt.token, save_id)
                 if ref is None:
                     written = written_save(self._storage, prefix, attempt.world_size)

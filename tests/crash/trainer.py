@@ -41,21 +41,25 @@ def listening() -> list[str]:
     return found
 
 
+def trained(root: str) -> str:
+    """Make a run of two ranks that save once, and say what came of it."""
+    open_ports: list[str] = []
+
+    def body(rank: int, place: dict[str, Any]) -> int:
+        with Checkpointer(root, **place) as c:
+            assert c.restore({"w": torch.zeros(3)}) is None
+            step = c.save(1, {"w": torch.ones(3)}).committed.result().step
+            open_ports.extend(listening())
+        return step
+
+    return f"{values(on_ranks(2, body))} {open_ports} {BOUND}"
+
+
 def main() -> None:
     sys.addaudithook(watch)
     print("ready", flush=True)
     for line in sys.stdin:
-        root = str(Path(sys.argv[1]) / line.strip())
-        open_ports: list[str] = []
-
-        def body(rank: int, place: dict[str, Any], root: str = root) -> int:
-            with Checkpointer(root, **place) as c:
-                assert c.restore({"w": torch.zeros(3)}) is None
-                step = c.save(1, {"w": torch.ones(3)}).committed.result().step
-                open_ports.extend(listening())
-            return step
-
-        print(values(on_ranks(2, body)), open_ports, BOUND, flush=True)
+        print(trained(str(Path(sys.argv[1]) / line.strip())), flush=True)
 
 
 if __name__ == "__main__":
