@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from ckpt.digest import digest_of
@@ -159,8 +160,8 @@ def decode(kind: type[Record], data: Buffer, key: str) -> Record:
     UnsupportedFormatError if another version of the format wrote it; both name `key`.
     """
     body = unseal(kind.KIND, data, key)
-    hints = get_type_hints(kind)
-    names = [f.name for f in fields(kind)]
+    hints = _hints(kind)
+    names = list(hints)
     if set(body) != set(names):
         raise CorruptError(
             f"{key}: a {kind.KIND} record has fields {sorted(names)}, found {sorted(body)}"
@@ -210,6 +211,13 @@ def commit_ref(record: CommitRecord, data: Buffer) -> CommitRef:
     return CommitRef(record.epoch, record.step, digest_of(data))
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """A record's fields and their types. Kept: thousands of receipts are read for one commit."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
 def _field(value: Any, hint: Any, what: str) -> Any:
     """Convert one JSON value to a field's type, strictly."""
     args = get_args(hint)
@@ -220,9 +228,9 @@ def _field(value: Any, hint: Any, what: str) -> Any:
             raise CorruptError(f"{what}: expected a list")
         return tuple(_field(v, args[0], what) for v in value)
     if hint in (FileEntry, CommitRef):
-        if not isinstance(value, dict) or set(value) != {f.name for f in fields(hint)}:
+        sub = _hints(hint)
+        if not isinstance(value, dict) or set(value) != set(sub):
             raise CorruptError(f"{what}: expected a {hint.__name__}")
-        sub = get_type_hints(hint)
         return hint(**{k: _field(v, sub[k], f"{what}.{k}") for k, v in value.items()})
     if getattr(hint, "__origin__", None) is dict:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
