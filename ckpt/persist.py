@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from ckpt.commit import committed
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
@@ -22,8 +20,10 @@ from ckpt.errors import SaveError, SaveSkippedError, SidestageError, StorageErro
 from ckpt.finish import check_agreement, finish
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord
-from ckpt.plan import RankPlan, StagedPlanner
+from ckpt.plan import RankPlan
+from ckpt.pump import Pump
 from ckpt.receipts import Objects, Part, SaveTerms, Taken, Written, commit_parts, store_part
+from ckpt.snapshot import Snapshot, SnapshotPlanner
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, EventSink, FileEntry
 from ckpt.writer import ChunkWriter, Placement
@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A snapshot in host memory, complete in itself.
+    """A snapshot and all that its commit needs.
 
     saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed;
     taken: for its receipt, how it was taken.
@@ -46,7 +46,7 @@ class StagedSave:
     sequence: int
     plan: RankPlan
     kinds: Mapping[str, TensorKind]
-    tensors: list[torch.Tensor]
+    snapshot: Snapshot
     objects: Objects
     annotations: Mapping[str, str]
     saved_at_s: float
@@ -59,6 +59,7 @@ class Persister:
 
     Args:
         storage, coordinator, attempt, config, clock: of this rank and this attempt.
+        pump: makes what writes a snapshot, when its writing begins.
         sink: told of each save that this rank has written. Must not raise.
     """
 
@@ -70,6 +71,7 @@ class Persister:
         config: CheckpointConfig,
         clock: Clock,
         *,
+        pump: Callable[[Snapshot], Pump],
         sink: EventSink | None = None,
     ) -> None:
         self._storage = storage
@@ -77,6 +79,7 @@ class Persister:
         self._attempt = attempt
         self._config = config
         self._clock = clock
+        self._pump = pump
         self._sink = sink
         self._parent = attempt.parent
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
@@ -117,8 +120,11 @@ class Persister:
         started = self._clock.monotonic()
         terms = self._terms(save)
         placement = Placement(terms.prefix, terms.rank, save.kinds)
-        writer = ChunkWriter(self._storage, placement, self._config)
-        writer.write_data(save.plan.plan, StagedPlanner(save.plan, save.tensors))
+        writer = ChunkWriter(self._storage, placement, self._config, self._pump(save.snapshot))
+        try:
+            writer.write_data(save.plan.plan, SnapshotPlanner(save.snapshot))
+        finally:
+            save.snapshot.close()
         written = Written(tuple(writer.files), writer.tensor_bytes, save.taken)
         part = store_part(self._storage, terms, written, save.objects, self._config.digest)
         if self._sink is not None:
