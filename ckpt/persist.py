@@ -8,7 +8,7 @@ hears nothing looks into storage, and finishes what it finds complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
