@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from ckpt.digest import digest_of
@@ -141,6 +140,21 @@ class OriginRecord:
 Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord)
 
 
+def _fields(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+# Fields and their types. Found once: thousands of receipts are read for one commit.
+_FIELDS: Mapping[type, dict[str, Any]] = {
+    kind: _fields(kind)
+    for kind in (
+        *(RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord),
+        *(FileEntry, CommitRef),
+    )
+}
+
+
 def canonical(value: Json) -> bytes:
     """The one way we spell a JSON value, so that equal values have equal bytes."""
     return json.dumps(
@@ -160,7 +174,7 @@ def decode(kind: type[Record], data: Buffer, key: str) -> Record:
     UnsupportedFormatError if another version of the format wrote it; both name `key`.
     """
     body = unseal(kind.KIND, data, key)
-    hints = _hints(kind)
+    hints = _FIELDS[kind]
     names = list(hints)
     if set(body) != set(names):
         raise CorruptError(
@@ -211,13 +225,6 @@ def commit_ref(record: CommitRecord, data: Buffer) -> CommitRef:
     return CommitRef(record.epoch, record.step, digest_of(data))
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """A record's fields and their types. Kept: thousands of receipts are read for one commit."""
-    hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
-
-
 def _field(value: Any, hint: Any, what: str) -> Any:
     """Convert one JSON value to a field's type, strictly."""
     args = get_args(hint)
@@ -228,7 +235,7 @@ def _field(value: Any, hint: Any, what: str) -> Any:
             raise CorruptError(f"{what}: expected a list")
         return tuple(_field(v, args[0], what) for v in value)
     if hint in (FileEntry, CommitRef):
-        sub = _hints(hint)
+        sub = _FIELDS[hint]
         if not isinstance(value, dict) or set(value) != set(sub):
             raise CorruptError(f"{what}: expected a {hint.__name__}")
         return hint(**{k: _field(v, sub[k], f"{what}.{k}") for k, v in value.items()})
