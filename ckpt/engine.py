@@ -1,22 +1,25 @@
-"""The one owner of threads: a bounded queue of staged saves and the thread that persists them.
+"""The one owner of threads: a bounded queue of staged saves and the threads that persist them.
 
-Order is the order of save(); one persist at a time. An arena belongs to the trainer while
-it stages, then to the queue, and comes back when its save has ended, well or not.
+Order is the order of save(); one persist at a time, and whoever waits for it hurries it. An arena
+belongs to the trainer while it stages, then to the queue, and comes back when its save has ended,
+well or not.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ckpt.config import WhenBusy
+from ckpt.config import Priority, WhenBusy
+from ckpt.events import LogSink
+from ckpt.threads import WriteThreads
+from ckpt.types import EventSink
 
 Slot = TypeVar("Slot")
+_WRITERS = 2  # one doesn't reach a disk's speed while it digests, and more bring nothing
 
 
 @dataclass
@@ -38,13 +41,20 @@ class Engine(Generic[Slot]):
     Args:
         slots: the staging memory; as many jobs may be pending.
         when_busy: what `acquire` does when no slot is free.
-        niceness: of the thread, so that it gives way to training.
+        priority: of the threads while they write, see CheckpointConfig.persist_priority.
+        sink: hears if the system refuses that priority.
     """
 
-    def __init__(self, slots: list[Slot], when_busy: WhenBusy, niceness: int) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        when_busy: WhenBusy,
+        priority: Priority = "idle",
+        sink: EventSink | None = None,
+    ) -> None:
+        self.threads = WriteThreads(_WRITERS, priority, sink or LogSink())
         self._free = deque(slots)
         self._when_busy = when_busy
-        self._niceness = niceness
         self._queue: deque[Job[Slot]] = deque()
         self._running = 0
         self._closed = False
@@ -64,6 +74,9 @@ class Engine(Generic[Slot]):
                 return job.slot
             if not self._free and self._when_busy == "skip":
                 return None
+            if self._free:
+                return self._free.popleft()
+        with self.threads.hurried(), self._changed:
             if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 return None
             return self._free.popleft()
@@ -85,8 +98,8 @@ class Engine(Generic[Slot]):
             return len(self._queue) + self._running
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is pending; False if the deadline passes first."""
-        with self._changed:
+        """Wait until nothing is pending; False if the deadline passes first. Hurries what is."""
+        with self.threads.hurried(), self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -103,13 +116,11 @@ class Engine(Generic[Slot]):
         return drained
 
     def _loop(self) -> None:
-        with contextlib.suppress(OSError):  # refused where priorities are fixed: no harm
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closed)
                 if not self._queue:
-                    return
+                    break
                 job = self._queue.popleft()
                 self._running = 1
             job.run()
@@ -120,3 +131,4 @@ class Engine(Generic[Slot]):
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
+        self.threads.close()

@@ -46,18 +46,30 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one rank wrote for one save."""
+    """What one rank wrote for one save, and all that a commit says of it.
+
+    With those of all ranks anybody can write the commit; `parent`, `saved_at_s` and `annotations`
+    are then rank 0's. `guarded_bytes` are of tensors that stayed in place when save() returned,
+    `copied_bytes` of those that it copied, `copied_tables` why a table was copied, by name.
+    """
 
     KIND: ClassVar[str] = "receipt"
 
     epoch: int
+    attempt_token: str
     step: int
     save_id: str
     rank: int
     world_size: int
     plan_id: str
+    parent: CommitRef | None
+    saved_at_s: float
+    annotations: dict[str, str]
     values_digest: str
     tensor_bytes: int
+    guarded_bytes: int
+    copied_bytes: int
+    copied_tables: dict[str, str]
     files: tuple[FileEntry, ...]
 
 

@@ -119,3 +119,14 @@ def touched_memory(nbytes: int) -> torch.Tensor:
     memory = torch.frombuffer(area, dtype=torch.uint8)
     memory.zero_()
     return memory[:nbytes]
+
+
+def move(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a host tensor on this thread alone, without Python's lock.
+
+    `Tensor.copy_` would start threads of torch's own, which know nothing of this one's priority.
+    """
+    if to.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        to.copy_(source)

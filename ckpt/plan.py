@@ -7,7 +7,7 @@ dtypes, shapes, shards and world size, and it caches layout only, never tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +46,6 @@ class RankPlan:
     def shards(self, flat: FlatState) -> list[Shard]:
         """The live shards of the plan's items, in their order."""
         return [_shard_of(flat, item) for item in self.plan.items]
-
-
-class StagedPlanner(DefaultSavePlanner):
-    """Hands a writer the staged copies in the place of live tensors."""
-
-    def __init__(self, plan: RankPlan, staged: Sequence[torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = {
-            item.index: tensor for item, tensor in zip(plan.plan.items, staged, strict=True)
-        }
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._staged[write_item.index]
 
 
 def schema_key(flat: FlatState, world_size: int) -> str:

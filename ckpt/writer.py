@@ -1,30 +1,30 @@
 """Writes one rank's part of a checkpoint: a data file of aligned chunks, and their index.
 
-Runs on the persist thread. A DCP `StorageWriter`: a planner resolves each item to a host
-tensor, rows go out in chunks of at most `chunk_bytes`, each with its digest.
+Runs on the persist thread. A DCP `StorageWriter`: a planner offers `blocks`, or resolves each item
+to a host tensor; a pump writes them in chunks of at most `chunk_bytes`, each with its digest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zstandard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt import layout
+from ckpt.blocks import Block, Blocks, Piece
 from ckpt.config import CheckpointConfig
-from ckpt.digest import digest_of, new_hasher
-from ckpt.errors import BadInputError
+from ckpt.digest import digest_of
+from ckpt.errors import BadInputError, SaveError
 from ckpt.index import (
     ChunkEntry,
-    Codec,
     ShardEntry,
     TensorEntry,
     TensorKind,
@@ -32,14 +32,12 @@ from ckpt.index import (
     row_bytes,
     row_count,
 )
+from ckpt.pump import Pump, Pumped
+from ckpt.ring import Ring
 from ckpt.storage import Storage
 from ckpt.storage.protocol import ObjectWriter
 from ckpt.tree import dtype_name, host_bytes
 from ckpt.types import FileEntry
-
-ALIGN_BYTES = 4096
-_SAMPLE_BYTES = 64 * 1024
-_PAYS_BELOW = 0.8  # zstd costs more time than it saves unless a sample shrinks at least so far
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,24 @@ class ChunkWriter(StorageWriter):
 
     Nothing is overwritten, and without a commit that lists the files nothing exists: an
     error leaves at most strays.
+
+    Args:
+        pump: that writes, on the engine's threads. Without it the calling thread does it all,
+            through a ring of its own.
     """
 
-    def __init__(self, storage: Storage, placement: Placement, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        placement: Placement,
+        config: CheckpointConfig,
+        pump: Pump | None = None,
+    ) -> None:
         super().__init__()
         self._storage = storage
         self._placement = placement
         self._config = config
+        self._pump = pump
         self.files: list[FileEntry] = []
         self.tensor_bytes = 0
 
@@ -80,24 +89,28 @@ class ChunkWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         data_key = layout.rank_data_key(self._placement.prefix, self._placement.rank)
+        resolved = _Resolved(plan, planner)
+        blocks: Blocks = getattr(planner, "blocks", resolved)
+        with self._storage.writer(data_key) as out:
+            pumped = self._run(blocks, out)
+        chunks: list[list[ChunkEntry]] = [[] for _ in plan.items]
+        for piece, chunk in pumped.chunks:
+            chunks[piece.item].append(chunk)
         tensors: dict[str, TensorEntry] = {}
         results = []
-        with self._storage.writer(data_key) as out:
-            file = _DataFile(out, self._config)
-            for item in plan.items:
-                tensor = planner.resolve_data(item)
-                if not isinstance(tensor, torch.Tensor):
-                    raise BadInputError(f"{item.index.fqn}: only tensors go into data files")
-                entry = self._write_item(file, item, tensor)
-                known = tensors.get(entry.fqn)
-                tensors[entry.fqn] = entry if known is None else _joined(known, entry)
-                self.tensor_bytes += tensor.numel() * tensor.element_size()
-                results.append(WriteResult(item.index, tensor.nbytes, entry.shards[-1]))
+        for n, item in enumerate(plan.items):
+            entry = self._entry(item, resolved.dtypes[n], chunks[n])
+            known = tensors.get(entry.fqn)
+            tensors[entry.fqn] = entry if known is None else _joined(known, entry)
+            sizes = entry.shards[0].sizes
+            nbytes = row_count(sizes) * row_bytes(sizes, entry.dtype)
+            self.tensor_bytes += nbytes
+            results.append(WriteResult(item.index, nbytes, entry.shards[0]))
         index = encode_index(list(tensors.values()), self._config.digest)
         index_key = layout.rank_index_key(self._placement.prefix, self._placement.rank)
         self._storage.create(index_key, index)
         self.files += [
-            FileEntry(data_key, file.size_bytes, file.digest()),
+            FileEntry(data_key, pumped.size_bytes, pumped.digest),
             FileEntry(index_key, len(index), digest_of(index, self._config.digest)),
         ]
         done: Future[list[WriteResult]] = Future()
@@ -111,73 +124,91 @@ class ChunkWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # made by hand with a storage and a placement, never from a path
 
-    def _write_item(self, file: _DataFile, item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
+    def _run(self, blocks: Blocks, out: ObjectWriter) -> Pumped:
+        if self._pump is not None:
+            return self._pump.run(blocks, out)
+        ring = Ring(2, max(1, min(self._config.chunk_bytes, blocks.total_bytes)), pinned=False)
+        try:
+            return Pump(ring, self._config).run(blocks, out)
+        finally:
+            ring.close()
+
+    def _entry(self, item: WriteItem, dtype: str, chunks: list[ChunkEntry]) -> TensorEntry:
+        """The index entry of one item, whose chunks must hold each of its rows once."""
         data = item.tensor_data
         assert data is not None
-        fqn = item.index.fqn
-        dtype = dtype_name(fqn, tensor.dtype)
-        sizes = tuple(tensor.shape)
-        chunks = tuple(file.write_rows(host_bytes(tensor.contiguous()), sizes, dtype))
-        shard = ShardEntry(tuple(data.chunk.offsets), sizes, chunks)
+        fqn, sizes = item.index.fqn, tuple(data.chunk.sizes)
+        chunks = sorted(chunks, key=lambda c: c.row)
+        row = 0
+        for chunk in chunks:
+            if chunk.row != row:
+                break
+            row += chunk.rows
+        if row != row_count(sizes) or len(chunks) > row:
+            raise SaveError(f"{fqn}: row {row} of {row_count(sizes)} wasn't written, or twice")
+        shard = ShardEntry(tuple(data.chunk.offsets), sizes, tuple(chunks))
         return TensorEntry(fqn, self._placement.kinds[fqn], dtype, tuple(data.size), (shard,))
 
 
-class _DataFile:
-    """Appends chunks, each at an aligned offset, and keeps the file's digest."""
+class _Resolved:
+    """The tensors that a planner resolves, one after the other, as blocks of one chunk each."""
 
-    def __init__(self, out: ObjectWriter, config: CheckpointConfig) -> None:
-        self._out = out
-        self._config = config
-        self._hasher = new_hasher(config.digest)
-        self._zstd = zstandard.ZstdCompressor(level=1)
-        self.size_bytes = 0
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._plan = plan
+        self._planner = planner
+        self.dtypes = [_dtype_of(item) for item in plan.items]
+        """Of each item; once it's resolved, its tensor's."""
 
-    def write_rows(
-        self, data: memoryview, sizes: tuple[int, ...], dtype: str
-    ) -> Iterator[ChunkEntry]:
-        """Write a shard's bytes as chunks of whole rows."""
-        rows, width = row_count(sizes), row_bytes(sizes, dtype)
-        if not rows:
-            return
-        step = max(1, self._config.chunk_bytes // width)
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
-            yield self._write_chunk(row, count, data[row * width : (row + count) * width])
+    @property
+    def total_bytes(self) -> int:
+        return sum(row_count(s) * w for s, w in self._rows())
 
-    def digest(self) -> str:
-        return f"{self._config.digest}:{self._hasher.hexdigest()}"
+    @property
+    def largest_row_bytes(self) -> int:
+        return max((w for s, w in self._rows() if row_count(s)), default=0)
 
-    def _write_chunk(self, row: int, rows: int, raw: memoryview) -> ChunkEntry:
-        codec: Codec = "raw"
-        stored: bytes | memoryview = raw
-        if self._config.compression == "auto" and self._pays(raw):
-            packed = self._zstd.compress(raw)
-            if len(packed) < _PAYS_BELOW * len(raw):
-                codec, stored = "zstd", packed
-        self._pad()
-        offset = self.size_bytes
-        chunk_hasher = new_hasher(self._config.digest)
-        chunk_hasher.update(stored)
-        self._append(stored)
-        digest = chunk_hasher.digest().ljust(32, b"\0")
-        return ChunkEntry(row, rows, offset, len(stored), codec, digest)
+    def pressure(self) -> float:
+        return 0.0
 
-    def _pays(self, raw: memoryview) -> bool:
-        """Try a sample from the middle: heads of tables are often padding or special rows."""
-        if len(raw) < 1024:
-            return False
-        start = max(0, (len(raw) - _SAMPLE_BYTES) // 2)
-        sample = raw[start : start + _SAMPLE_BYTES]
-        return len(self._zstd.compress(sample)) < _PAYS_BELOW * len(sample)
+    def blocks(self, chunk_bytes: int) -> Iterator[Block]:
+        for n, item in enumerate(self._plan.items):
+            tensor = self._planner.resolve_data(item)
+            if not isinstance(tensor, torch.Tensor):
+                raise BadInputError(f"{item.index.fqn}: only tensors go into data files")
+            self.dtypes[n] = dtype_name(item.index.fqn, tensor.dtype)
+            rows, width = row_count(sizes := tuple(tensor.shape)), row_bytes(sizes, self.dtypes[n])
+            data = host_bytes(tensor.contiguous())
+            step = max(1, chunk_bytes // width) if rows else 1
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                piece = Piece(n, row, count, count * width)
+                yield _Rows((piece,), data[row * width : (row + count) * width])
+            del tensor, data  # the next one may take its place in memory
 
-    def _pad(self) -> None:
-        if tail := self.size_bytes % ALIGN_BYTES:
-            self._append(bytes(ALIGN_BYTES - tail))
+    def _rows(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Sizes and bytes per row of each item."""
+        for item, dtype in zip(self._plan.items, self.dtypes, strict=True):
+            assert item.tensor_data is not None
+            sizes = tuple(item.tensor_data.chunk.sizes)
+            yield sizes, row_bytes(sizes, dtype)
 
-    def _append(self, data: bytes | memoryview) -> None:
-        self._out.write(data)
-        self._hasher.update(data)
-        self.size_bytes += len(data)
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a host tensor."""
+
+    pieces: Sequence[Piece]
+    data: memoryview
+
+    def fill(self, views: Sequence[torch.Tensor]) -> None:
+        source = torch.frombuffer(self.data, dtype=torch.uint8)
+        # Not Tensor.copy_: one call without the GIL, and no threads of its own that would spin.
+        ctypes.memmove(views[0].data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def _dtype_of(item: WriteItem) -> str:
+    assert item.tensor_data is not None
+    return dtype_name(item.index.fqn, item.tensor_data.properties.dtype)
 
 
 def _joined(a: TensorEntry, b: TensorEntry) -> TensorEntry:

@@ -116,6 +116,10 @@ class FaultyStorage:
     def url(self) -> str:
         return self.inner.url
 
+    @property
+    def upload_bytes(self) -> int:
+        return self.inner.upload_bytes
+
     def probe(self) -> bool:
         return self.inner.probe()
 

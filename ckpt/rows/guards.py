@@ -101,6 +101,8 @@ class RowGuards:
         self._progress = threading.Condition()
         self._waiting = False
         self._laid_out = False
+        self.peak_bytes = 0
+        """The most that `pressure` has seen kept since this was last set."""
 
     @property
     def busy(self) -> bool:
@@ -124,7 +126,13 @@ class RowGuards:
 
     def pressure(self) -> float:
         """How full the overlay is, 0 to 1."""
-        return self._pool.used_bytes / max(self._pool.capacity_bytes, 1)
+        used = self._pool.used_bytes
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used / max(self._pool.capacity_bytes, 1)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._pool.capacity_bytes
 
     @property
     def overlay_bytes(self) -> int:

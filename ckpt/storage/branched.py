@@ -62,6 +62,10 @@ class BranchedStorage:
     def url(self) -> str:
         return self.own.url
 
+    @property
+    def upload_bytes(self) -> int:
+        return self.own.upload_bytes
+
     def probe(self) -> bool:
         return self.own.probe()
 

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 import time
 from contextlib import suppress
 
@@ -16,6 +17,8 @@ from ckpt.types import Buffer
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _RENAME_NOREPLACE = 1
+_ALIGN = 4096
+_LEAST_DIRECT_BYTES = 256 * 1024  # below, waiting for the disk costs more than the cache does
 
 
 class NoSpaceError(OSError):
@@ -33,24 +36,56 @@ class TempFile:
         self._name = f"{HIDDEN[0]}{secrets.token_hex(8)}".encode("ascii")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._name, flags, 0o666, dir_fd=folder)
+        self._direct: int | None = None
+        self._may_direct = hasattr(os, "O_DIRECT")
+        self._opening = threading.Lock()
 
-    def write(self, data: Buffer) -> None:
-        """Append all of `data`; one system call moves at most 2 GiB, or less."""
+    def write(self, data: Buffer, offset: int = 0) -> None:
+        """Write all of `data` at `offset`, past the page cache where its alignment allows that.
+
+        The cache would cost a second copy, its pages, and bursts of flushing in a trainer's way.
+        Several threads may write, in any order. One system call moves at most 2 GiB, or less.
+        """
         view = memoryview(data)
         if not view.nbytes:
             return
         view, done = view.cast("B"), 0
-        while done < len(view):
-            try:
-                done += os.write(self._fd, view[done:])
-            except OSError as e:
-                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                full = NoSpaceError(e.errno, e.strerror)
-                full.needed_bytes = len(view) - done
-                # Now: once the file is dropped, its own bytes are free again.
-                full.free_bytes = _free_bytes(self._fd)
-                raise full from e
+        whole = len(view) - len(view) % _ALIGN
+        direct = None
+        if whole >= _LEAST_DIRECT_BYTES and offset % _ALIGN == 0 and _is_aligned(view):
+            direct = self._open_direct()
+        try:
+            while done < len(view):
+                # A short write may end anywhere, and what is left then isn't aligned any more.
+                if direct is not None and done < whole and done % _ALIGN == 0:
+                    try:
+                        done += os.pwrite(direct, view[done:whole], offset + done)
+                        continue
+                    except OSError as e:
+                        if e.errno != errno.EINVAL:
+                            raise
+                    # It could be opened so, but wants another alignment, or can't after all.
+                    self._may_direct, direct = False, None
+                done += os.pwrite(self._fd, view[done:], offset + done)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            full = NoSpaceError(e.errno, e.strerror)
+            full.needed_bytes = len(view) - done
+            # Now: once the file is dropped, its own bytes are free again.
+            full.free_bytes = _free_bytes(self._fd)
+            raise full from e
+
+    def _open_direct(self) -> int | None:
+        """A second descriptor, for direct writes: its flag can't be another thread's surprise."""
+        with self._opening:
+            if self._may_direct and self._direct is None:
+                flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+                try:
+                    self._direct = os.open(self._name, flags, dir_fd=self.folder)
+                except OSError:  # EINVAL: a filesystem without it; else: say so at a plain write
+                    self._may_direct = False
+            return self._direct if self._may_direct else None
 
     def stamp(self, above_ns: int) -> os.stat_result:
         """Set an mtime above `above_ns`, at whatever resolution the filesystem keeps."""
@@ -84,6 +119,9 @@ class TempFile:
 
     def discard(self) -> None:
         """Close the file and drop its hidden name. Never raises: what counts is done by then."""
+        if self._direct is not None:
+            with suppress(OSError):
+                os.close(self._direct)
         with suppress(OSError):
             os.close(self._fd)
         with suppress(OSError):
@@ -176,6 +214,13 @@ def scan(folder: int, start: str) -> list[tuple[str, os.stat_result | None]]:
             except (FileNotFoundError, UnicodeDecodeError):
                 continue  # deleted since, or a stray that no key can name
     return sorted(found, key=lambda pair: pair[0])
+
+
+def _is_aligned(view: memoryview) -> bool:
+    """Does O_DIRECT take this memory? Read-only memory is never made to be aligned."""
+    if view.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % _ALIGN == 0
 
 
 def _free_bytes(fd: int) -> int:

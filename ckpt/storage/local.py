@@ -69,6 +69,10 @@ class LocalStorage:
     def url(self) -> str:
         return self._root
 
+    @property
+    def upload_bytes(self) -> int:
+        return 0
+
     def probe(self) -> bool:
         return True
 
@@ -322,19 +326,24 @@ class LocalWriter:
         self._root = root
         self._key = key
         self._temp = temp
+        self._size_bytes = 0  # only `write` needs it, which is one thread's
         self.closed = False
         self.failed: SidestageError | None = None
 
     def write(self, data: Buffer) -> None:
+        self.write_at(self._size_bytes, data)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
         if self.closed:
             raise BadInputError(f"{self._key}: written to after its block ended")
         if self.failed is not None:
             raise StorageError(f"{self.failed} (an earlier write of this object failed)")
         try:
-            self._temp.write(data)
+            self._temp.write(data, offset)
         except OSError as e:
             self.failed = explain(e, self._root, "write", self._key)
             raise self.failed from e
+        self._size_bytes = offset + memoryview(data).nbytes
 
 
 def _split(key: str) -> tuple[_Names, bytes]:

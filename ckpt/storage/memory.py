@@ -28,6 +28,10 @@ class MemoryStorage:
     def url(self) -> str:
         return self._url
 
+    @property
+    def upload_bytes(self) -> int:
+        return 0
+
     def probe(self) -> bool:
         return True
 
@@ -116,10 +120,19 @@ class MemoryWriter:
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self._lock = threading.Lock()
         self.data = bytearray()
         self.closed = False
 
     def write(self, data: Buffer) -> None:
+        self.write_at(len(self.data), data)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
         if self.closed:
             raise BadInputError(f"{self._what}: written to after its block ended")
-        self.data += data
+        view = memoryview(data)
+        with self._lock:
+            end = offset + view.nbytes
+            self.data += bytes(max(0, end - len(self.data)))
+            if view.nbytes:
+                self.data[offset:end] = view.cast("B")

@@ -22,6 +22,18 @@ class ObjectWriter(Protocol):
 
 
 @runtime_checkable
+class OffsetWriter(ObjectWriter, Protocol):
+    """A writer that takes an object's parts in any order, and from several threads at a time.
+
+    A caller uses `write_at` or `write` for an object, not both, and leaves no byte out.
+    """
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data` at byte `offset`. A failed call makes the whole object fail."""
+        ...
+
+
+@runtime_checkable
 class Storage(Protocol):
     """A flat, strongly consistent store of immutable-by-convention objects.
 
@@ -32,6 +44,11 @@ class Storage(Protocol):
     @property
     def url(self) -> str:
         """Where this store is, for messages."""
+        ...
+
+    @property
+    def upload_bytes(self) -> int:
+        """The most memory that one writer of this store holds back, beside its caller's buffers."""
         ...
 
     def probe(self) -> bool:

@@ -64,6 +64,11 @@ class S3Storage:
     def url(self) -> str:
         return self._client.where(self._prefix.removesuffix("/"))
 
+    @property
+    def upload_bytes(self) -> int:
+        settings = self._client.settings
+        return (settings.parallel + 1) * settings.part_bytes
+
     def probe(self) -> bool:
         found = self._client.run(self._probe.ask())
         return found.create and found.replace

@@ -555,8 +555,8 @@ def test_d08_close_drains_what_is_pending() -> None:
 
 
 def test_d11_short_writes_are_completed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:1_000_003]))
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:1_000_003], at))
     storage = LocalStorage(tmp_path / "run")
     tensor = torch.randn(2_000_000)
     saved(storage, {"t": tensor})

@@ -53,7 +53,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, str]] = []
-        for name in ("fsync", "write"):
+        for name in ("fsync", "pwrite"):
             monkeypatch.setattr(os, name, self._by_descriptor(name, getattr(os, name)))
         for name in ("link", "replace"):
             monkeypatch.setattr(os, name, self._by_names(name, getattr(os, name)))
@@ -95,7 +95,7 @@ class TestDurability:
             ("fsync", "root"),
             ("mkdir", "b"),
             ("fsync", "a"),
-            ("write", "TEMP"),
+            ("pwrite", "TEMP"),
             ("fsync", "TEMP"),
             ("link", "key"),
             ("fsync", "b"),
@@ -110,8 +110,8 @@ class TestDurability:
             out.write(b"one")
             out.write(b"two")
         assert calls.log == [
-            ("write", "TEMP"),
-            ("write", "TEMP"),
+            ("pwrite", "TEMP"),
+            ("pwrite", "TEMP"),
             ("fsync", "TEMP"),
             ("link", "key"),
             ("fsync", "root"),
@@ -121,7 +121,7 @@ class TestDurability:
         self, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         etag = storage.put("key", b"old").etag
-        replaced = [("write", "TEMP"), ("fsync", "TEMP"), ("replace", "key"), ("fsync", "root")]
+        replaced = [("pwrite", "TEMP"), ("fsync", "TEMP"), ("replace", "key"), ("fsync", "root")]
         calls = Calls(monkeypatch)
         etag = storage.put("key", b"new").etag
         assert calls.log == replaced
@@ -179,8 +179,8 @@ class TestShortCalls:
     def test_writes_are_looped(
         self, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        write = os.write
-        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:1000])))
+        pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data[:1000]), at))
         data = os.urandom(12_345)
         storage.create("created", data)
         storage.put("put", data)
@@ -425,10 +425,10 @@ class TestSystemErrors:
         code: int,
         words: str,
     ) -> None:
-        def fail(fd: int, data: memoryview) -> int:
+        def fail(fd: int, data: memoryview, at: int) -> int:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(os, "write", fail)
+        monkeypatch.setattr(os, "pwrite", fail)
         for write in (storage.create, storage.put):
             with pytest.raises(StorageError, match=f"{root}/some/key: can't .*{words}") as caught:
                 write("some/key", b"data")
@@ -438,15 +438,15 @@ class TestSystemErrors:
     def test_a_swallowed_write_error_still_fails_the_object(
         self, storage: LocalStorage, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        write = os.write
+        pwrite = os.pwrite
         failing = iter([False, True])
 
-        def second_fails(fd: int, data: memoryview) -> int:
+        def second_fails(fd: int, data: memoryview, at: int) -> int:
             if next(failing):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(fd, data)
+            return pwrite(fd, data, at)
 
-        monkeypatch.setattr(os, "write", second_fails)
+        monkeypatch.setattr(os, "pwrite", second_fails)
 
         def swallow() -> None:
             with storage.writer("k") as out:

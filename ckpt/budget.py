@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ckpt.config import MIB, CheckpointConfig
 from ckpt.errors import BadInputError
+from ckpt.ring import aligned, buffer_bytes
 
-BUFFERS = 4
+BUFFERS = 4  # one being copied into, one on each of two writer threads, one between
 _SHARE_OF_TABLES = 5
 _LEAST_BYTES = 64 * MIB
-_ALIGN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,18 @@ def share_out(
 ) -> StagingBudget:
     """Split `config.staging_bytes`, or the default for so many bytes of guarded tables.
 
-    longest_row_bytes: the most that one row of a table or tensor takes in a ring buffer.
+    longest_row_bytes: the most that one row of a table takes in a ring buffer.
 
     Raises BadInputError if that leaves too little for old rows.
     """
     staging = config.staging_bytes
     if staging is None:
         staging = max(_LEAST_BYTES, guarded_bytes // _SHARE_OF_TABLES) + upload_bytes
-    buffer = min(max(staging // 32, MIB), max(config.chunk_bytes, _ALIGN_BYTES))
-    buffer = -(-max(buffer, longest_row_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
+    buffer = aligned(max(buffer_bytes(staging, config.chunk_bytes), longest_row_bytes))
     overlay = staging - BUFFERS * buffer - upload_bytes
     if guarded_bytes and overlay < staging // 8:
         raise BadInputError(
             f"staging_bytes = {staging}: {BUFFERS} ring buffers of {buffer} and {upload_bytes} for "
             f"uploads leave {max(overlay, 0)} for old rows; give more"
         )
-    return StagingBudget(staging, buffer, upload_bytes, overlay)
+    return StagingBudget(staging, buffer, upload_bytes, max(overlay, 0))
