@@ -98,6 +98,11 @@ class Snapshot:
         for item, tensor in self.staged:
             yield from _tensor_blocks(item, tensor, chunk_bytes)
 
+    def fix_if_copied(self) -> None:
+        """Nothing was left in the trainer's memory: the snapshot is complete already."""
+        if not self.tables and self.dense is None and not self.arena.pending:
+            self._fix()
+
     def close(self) -> None:
         """It won't be written, or has been: nothing is kept for it any more. Idempotent."""
         if self.dense is not None:
@@ -111,7 +116,8 @@ class Snapshot:
         """From here on the snapshot needs nothing of the trainer's memory."""
         if self.rows is not None:
             self.rows.close()
-        self.fixed.set_result(None)
+        if not self.fixed.done():
+            self.fixed.set_result(None)
 
     def _table_blocks(self, table: GuardedItems) -> Iterator[Block]:
         place, rows = table.place, table.place.table.rows

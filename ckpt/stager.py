@@ -117,6 +117,7 @@ class Stager:
             snapshot.proof = RowProof(
                 rows, places, proof, lambda table, found: self._untracked(step, table, found)
             )
+        snapshot.fix_if_copied()
         return snapshot
 
     def close(self) -> None:

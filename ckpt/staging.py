@@ -58,10 +58,16 @@ class Arena:
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
+    @property
+    def pending(self) -> bool:
+        """Are copies from a device still under way?"""
+        return bool(self._events)
+
     def settle(self) -> None:
         """Wait until what was staged is there. On a persist thread, before it is read."""
         for event in self._events:
             event.synchronize()
+        self._events = []
 
     def _reserve(self, need_bytes: int) -> None:
         if need_bytes > self._buffer.numel():
