@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import UntrackedWriteError
@@ -198,6 +199,8 @@ def owned_by_steps(
     foreign = {t.untyped_storage().data_ptr() for t in elsewhere}
     owned = set()
     for tensor in _held(optimizers):
+        if isinstance(tensor, ShardedTensor):  # of a fused optimizer: it has no memory of its own
+            continue
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
         if tensor.untyped_storage().data_ptr() not in foreign:
