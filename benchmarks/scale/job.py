@@ -14,11 +14,13 @@ from ckpt.catalog import Catalog
 from ckpt.commit import claim_epoch, open_run
 from ckpt.coordinator import Coordinator
 from ckpt.digest import digest_of
+from ckpt.finish import check_agreement
 from ckpt.index import ChunkEntry, ShardEntry, TensorEntry, encode_index
-from ckpt.manifest import Receipt, decode
+from ckpt.manifest import canonical
 from ckpt.restore import CheckpointReader
 from ckpt.storage import MemoryStorage
 from ckpt.types import FileEntry, ObjectInfo, SystemClock
+from ckpt.written import read_receipts
 
 DIM = 128
 CHUNK_BYTES = 16 << 20
@@ -58,7 +60,18 @@ class Simulated:
         run = open_run(self._storage, self._clock)
         self._attempt = claim_epoch(self._storage, run, job.world, None, self._clock)
         self._terms = [
-            receipts.SaveTerms(self._attempt.epoch, 1, "000001", rank, job.world, "plan")
+            receipts.SaveTerms(
+                epoch=self._attempt.epoch,
+                attempt_token=self._attempt.token,
+                step=1,
+                save_id="000001",
+                rank=rank,
+                world_size=job.world,
+                plan_id="plan",
+                parent=None,
+                saved_at_s=self._clock.time(),
+                annotations={},
+            )
             for rank in range(job.world)
         ]
         self._objects = receipts.seal_objects({"step": 1}, {})
@@ -92,16 +105,18 @@ class Simulated:
             part = receipts.store_part(
                 self._storage, terms, written, self._objects, digest="xxh3-128"
             )
-            self._entries.append(part.receipt)
-            self._coordinator(terms.rank).post("save/1", asdict(part.receipt))
+            self._entries.append(part.entry)
+            self._coordinator(terms.rank).post("save/1", asdict(part.entry))
 
     def commit(self) -> None:
         """Rank 0: hear of all receipts, read and check them, commit."""
         mine = asdict(self._entries[0])
         reports = self._coordinator(0).collect("save/1", mine, _TIMEOUT_S)
-        parts = [self._part(FileEntry(**r)) for r in reports]
-        note = receipts.CommitNote(None, self._clock.time(), {}, self._clock)
-        receipts.commit_parts(self._storage, self._attempt, self._terms[0], parts, note)
+        entries = [FileEntry(**r) for r in reports]
+        read = read_receipts(self._storage, entries)
+        check_agreement(self._storage, read)
+        parts = [receipts.Part(e, r) for e, r in zip(entries, read, strict=True)]
+        receipts.commit_parts(self._storage, self._attempt, parts, self._clock)
 
     def latest(self) -> None:
         """A reader: find the newest commit."""
@@ -114,26 +129,17 @@ class Simulated:
         reader = CheckpointReader(self._storage, self._record)
         assert len(reader.tensors) == self._job.tables
 
-    def _part(self, entry: FileEntry) -> receipts.Part:
-        data = self._storage.read(entry.key)
-        assert digest_of(data) == entry.digest
-        receipt = decode(Receipt, data, entry.key)
-        return receipts.Part(entry, receipt.files, receipt.tensor_bytes)
-
     def _coordinator(self, rank: int) -> Coordinator:
         return Coordinator(rank, self._job.world, self._store, "scale/")
 
     def _payload(self, rank: int) -> dict[str, Any]:
         """What `make_plan` says for a rank."""
         rows = self._job.rows
-        shape = [rows * self._job.world, DIM]
-        box = [[rank * rows, 0], [rows, DIM]]
         names = [_name(n) for n in range(self._job.tables)]
-        return {
-            "leaves": {n: ["sharded", "float32", shape, [box]] for n in names},
-            "replicas": {},
-            "items": [[n, "SHARD", *box, shape, "float32"] for n in names],
-        }
+        leaves = {n: ["sharded", "float32", rows * self._job.world, DIM] for n in names}
+        items = [[n, rank * rows, 0, rows, DIM] for n in names]
+        digest = digest_of(canonical([leaves, items]))
+        return {"leaves": leaves, "replicas": {}, "items": items, "digest": digest}
 
     def _write(self, terms: receipts.SaveTerms) -> receipts.Written:
         """The index of a rank; of its data file only size and digest exist."""
