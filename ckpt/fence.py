@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import UntrackedWriteError
@@ -199,8 +200,6 @@ def owned_by_steps(
     foreign = {t.untyped_storage().data_ptr() for t in elsewhere}
     owned = set()
     for tensor in _held(optimizers):
-        if isinstance(tensor, ShardedTensor):  # of a fused optimizer: it has no memory of its own
-            continue
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
         if tensor.untyped_storage().data_ptr() not in foreign:
@@ -214,12 +213,18 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """This rank's memory of all parameters and state tensors."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        if any(c.__name__ == "FusedOptimizer" for c in type(optimizer).__mro__):
+            continue  # TorchRec's: a lookup's backward is its step
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         for state in optimizer.state.values():
-            values = state.values() if isinstance(state, dict) else (state,)
-            yield from (v for v in values if isinstance(v, torch.Tensor))
+            held += state.values() if isinstance(state, dict) else (state,)
+        for tensor in held:
+            if isinstance(tensor, DTensor):
+                yield tensor._local_tensor
+            elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
+                yield tensor
 
 
 def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
