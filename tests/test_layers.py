@@ -15,7 +15,7 @@ CKPT = [
     {"config"},
     {
         *("command", "digest", "events", "findings", "formats", "layout", "metrics", "trust"),
-        "values",
+        *("parallel", "values"),
     },
     {"machine", "manifest", "nesting"},
     {"index", "schema"},
