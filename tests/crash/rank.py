@@ -64,7 +64,7 @@ def main() -> None:
     rank, root, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     pattern = sys.argv[4] if len(sys.argv) > 4 else None
     persist._GRACE_S = 0.5  # a test's patience
-    config = CheckpointConfig(commit_timeout_s=8.0)
+    config = CheckpointConfig(commit_timeout_s=25.0)  # what a loaded machine needs
     store = job_store(rank, where)
     storage = DyingStorage(root, pattern)
     with Checkpointer(storage, config, rank=rank, world_size=2, store=store) as c:

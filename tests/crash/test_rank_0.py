@@ -47,7 +47,7 @@ def job(
             assert ranks[0].stdout is not None
             store = ranks[0].stdout.readline().strip()
         ranks.append(start(1, root, store, second))
-        ended = [r.communicate(timeout=120) for r in ranks]
+        ended = [r.communicate(timeout=240) for r in ranks]
     finally:
         for r in ranks:
             r.kill()
