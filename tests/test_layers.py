@@ -27,7 +27,7 @@ CKPT = [
     {"rows"},
     {"attach", "fence"},
     {"pace", "ring"},
-    {"threads"},
+    {"packing", "threads"},
     {"pump"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng", "staging"),
