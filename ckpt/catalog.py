@@ -170,6 +170,12 @@ class Catalog:
                 f"{where}: step {step} is abandoned, not an ancestor of the latest; "
                 f"name it with its epoch: {' or '.join(abandoned)}"
             )
+        newest = max(tree.epochs, default=0)
+        if next(iter(self._storage.list(layout.step_data_prefix(newest, step))), None):
+            return (
+                f"{where}: step {step} isn't committed: its save in epoch {newest} is in flight, or was "
+                f"cut off; wait for its commit, or take another step"
+            )
         steps = sorted(p.step for p in lineage)
         return f"{where}: no step {step}; the lineage has {_steps(steps)}"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -35,16 +36,22 @@ from ckpt.errors import (
 from ckpt.events import GuardedSink, LogSink
 from ckpt.manifest import AttemptRecord
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
+from ckpt.pace import Pace
 from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.prune import Pruner
-from ckpt.receipts import Objects, seal_objects
+from ckpt.pump import Pump
+from ckpt.receipts import Objects, Taken, seal_objects
 from ckpt.restorer import Restorer, RestoreResult
+from ckpt.snapshot import Snapshot
+from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Storage, open_storage
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.values import encode_value
+
+_SLOWEST_BYTES_PER_S = 128 << 20  # a save isn't spread thinner than this
 
 __all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
 
@@ -92,9 +99,20 @@ class Checkpointer:
         self._engine = Engine(
             arenas, self._config.when_busy, self._config.persist_priority, self._sink
         )
+        self._stager = Stager(
+            self._config,
+            self._clock,
+            self._sink,
+            upload_bytes=self._storage.upload_bytes,
+            waited=self._outcomes.waited,
+            untracked=self._outcomes.untracked,
+            hurry=self._engine.threads.hurry,
+        )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
+        self._last_save_s: float | None = None
+        self._interval_s = math.inf  # between the last two saves
         self._closed = False
         self._process = os.getpid()
         atexit.register(self._at_exit)
@@ -167,15 +185,38 @@ class Checkpointer:
             self._begin_attempt(result.commit if result else None)
         if result is not None:
             self._last_step = result.step
+        self._stager.guard(state)  # now, at start-up: its memory is touched once
         return result
+
+    def guard(self, *objects: Any) -> None:
+        """Guard the tables of modules that aren't in the state themselves, only their tensors.
+
+        objects: modules and the optimizers that change their tables. Those inside the state of
+        restore() and save() are found without.
+        """
+        self._check_open()
+        self._stager.guard(*objects)
+
+    def touched(self, tensor: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Say that something other than training is about to change a tensor of the state.
+
+        Call it right before, on the training thread, if a snapshot may be open (until its
+        `handle.staged` is done). It may wait until the snapshot has what it needs.
+
+        rows: of a table, their numbers or a mask; None: all.
+        """
+        self._stager.touched(tensor, rows)
 
     def save(
         self, step: int, state: Mapping[str, Any], *, annotations: Mapping[str, str] | None = None
     ) -> SaveHandle:
         """Fix a snapshot of `state` and persist it in the background. Collective: call on every rank.
 
-        When this returns the snapshot is complete: everything may be changed at once. It costs
-        a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
+        When this returns the snapshot is fixed. Guarded tables and what optimizers own may from
+        then on be changed by training only, until `handle.staged` is done: anything else must
+        call `touched` first, or the save fails and names it. All else was copied and may be
+        changed at once; with `snapshot = "copied"`, everything may. What it costs is that copy,
+        and by the policy `when_busy` a wait for an earlier save.
 
         Raises BadInputError for state that can't be stored (by key), annotations that aren't
         strings, or a step that isn't above the last one; SaveError once `raise_after_failures`
@@ -193,8 +234,12 @@ class Checkpointer:
         notes = _checked({**self.annotations, **(annotations or {})})
         if self._attempt is None:
             self._begin_unrestored()
+        if self._last_save_s is not None:
+            self._interval_s = started - self._last_save_s
+        self._last_save_s = started
         self._sequence += 1  # first of all: whatever fails below, the ranks' counts stay alike
         try:
+            self._stager.guard(state)
             flat = flatten(state, self._coordinator.rank)
             objects = self._objects(flat)
         except Exception as e:
@@ -207,7 +252,7 @@ class Checkpointer:
         if arena is None:
             return self._skip(step, started)
         try:
-            tensors = arena.stage(plan.shards(flat))
+            snapshot = self._stager.stage(step, plan, flat, arena)
         except BaseException:
             self._engine.release(arena)
             raise
@@ -216,11 +261,14 @@ class Checkpointer:
             sequence=self._sequence,
             plan=plan,
             kinds={n: leaf.kind for n, leaf in flat.leaves.items()},
-            tensors=tensors,
+            snapshot=snapshot,
             objects=objects,
             annotations=notes,
             saved_at_s=self._clock.time(),
             deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
+            taken=Taken(
+                snapshot.guarded_bytes, snapshot.staged_bytes, dict(self._stager.copied_tables)
+            ),
         )
         return self._submit(save, arena, started)
 
@@ -276,15 +324,39 @@ class Checkpointer:
                 self._outcomes.failed(save.step, committed, e)
             else:
                 self._outcomes.committed(save.step, committed, ref)
+            peak_bytes, fraction = self._stager.overlay_peak()
+            self._sink.emit("overlay", bytes=peak_bytes, fraction=fraction)
 
         def drop(why: str) -> None:
+            save.snapshot.close()
             self._give_up(save.step, save.sequence, committed, why)
 
         def after() -> None:
             self._prune(persister.settled, committed=committed.exception() is None)
 
         self._engine.submit(Job(run, drop, arena, after))
-        return self._outcomes.staged(save.step, self._clock.monotonic() - started, committed)
+        return self._outcomes.staged(
+            save.step,
+            self._clock.monotonic() - started,
+            committed,
+            staged=save.snapshot.fixed,
+            staged_bytes=save.snapshot.staged_bytes,
+            guarded_bytes=save.snapshot.guarded_bytes,
+        )
+
+    def _pump(self, snapshot: Snapshot) -> Pump:
+        """What writes a snapshot, spread over a while; its time starts now."""
+        target_s = self._config.persist_target_s
+        if target_s is None:
+            target_s = min(snapshot.total_bytes / _SLOWEST_BYTES_PER_S, self._interval_s / 2)
+        pace = Pace(
+            target_s,
+            snapshot.total_bytes,
+            snapshot.pressure,
+            self._clock,
+            limit_bytes_per_s=self._config.persist_bytes_per_s,
+        )
+        return Pump(self._stager.ring, self._config, self._engine.threads, pace)
 
     def _prune(self, settled: int, *, committed: bool) -> None:
         """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
@@ -377,7 +449,13 @@ class Checkpointer:
             world_size=self._coordinator.world_size, parent=parent, **claimed
         )
         self._persister = Persister(
-            self._storage, self._coordinator.clone(), self._attempt, self._config, self._clock
+            self._storage,
+            self._coordinator.clone(),
+            self._attempt,
+            self._config,
+            self._clock,
+            pump=self._pump,
+            sink=self._sink,
         )
         if self._coordinator.rank == 0:
             self._pruner = Pruner(
@@ -409,7 +487,9 @@ class Checkpointer:
     def _drain_and_end(self, why: str) -> None:
         if os.getpid() != self._process:
             return  # a fork: the thread and the saves are the other process's
-        if not self._engine.close(self._config.close_timeout_s):
+        if self._engine.close(self._config.close_timeout_s):
+            self._stager.close()
+        else:  # what is still being written stays guarded
             self._sink.emit("save_failed", step=self._last_step, error=why)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckpt import layout
-from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.manifest import (
     AttemptRecord,
     CommitRecord,
@@ -51,7 +51,7 @@ def claim_epoch(
     epoch = 1 + max(epochs | {place[0] for place in places if place}, default=0)
     while True:
         record = AttemptRecord(epoch, run.run_id, token, world_size, clock.time(), parent)
-        if _create_mine(storage, layout.attempt_key(epoch), encode(record)):
+        if create_mine(storage, layout.attempt_key(epoch), encode(record)):
             return record
         epoch += 1
 
@@ -78,22 +78,40 @@ def check_not_superseded(storage: Storage, attempt: AttemptRecord) -> None:
 
 
 def write_commit(storage: Storage, record: CommitRecord) -> CommitRef:
-    """Make the checkpoint exist.
+    """Make the checkpoint exist, or find that somebody has committed this very save.
 
     Raises ConflictError if this epoch already has another commit of that step.
     """
     key, data = layout.commit_key(record.epoch, record.step), encode(record)
-    if not _create_mine(storage, key, data):
+    if create_mine(storage, key, data):
+        return commit_ref(record, data)
+    found = committed(storage, record.epoch, record.step, record.attempt_token, record.save_id)
+    if found is None:
         raise ConflictError(
             f"{key}: step {record.step} is committed already in epoch {record.epoch}"
         )
+    return found
+
+
+def committed(
+    storage: Storage, epoch: int, step: int, attempt_token: str, save_id: str
+) -> CommitRef | None:
+    """The commit of one save of one attempt, whoever wrote it; None if there is none."""
+    key = layout.commit_key(epoch, step)
+    try:
+        data = storage.read(key)
+        record = decode(CommitRecord, data, key)
+    except (CorruptError, NotFoundError):
+        return None
+    if (record.attempt_token, record.save_id) != (attempt_token, save_id):
+        return None
     return commit_ref(record, data)
 
 
-def _create_mine(storage: Storage, key: str, data: bytes) -> bool:
+def create_mine(storage: Storage, key: str, data: bytes) -> bool:
     """Create an object; True if it is there with our bytes, whatever the reply said.
 
-    Our bytes hold a random token, so equality means that this very call wrote it.
+    Our bytes hold a random token, or the key is ours alone: equality means that we wrote it.
     """
     try:
         storage.create(key, data)

@@ -327,6 +327,11 @@ def spool_folder() -> Path:
     return Path(base) / "sidestage" / "spool"
 
 
+def native_allowed() -> bool:
+    """May the compiled part be used? SIDESTAGE_NATIVE=0 says no: everything then goes through torch."""
+    return os.environ.get("SIDESTAGE_NATIVE", "1") != "0"
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

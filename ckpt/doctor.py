@@ -16,11 +16,13 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from ckpt import layout
+from ckpt.catalog import Catalog
 from ckpt.errors import ConflictError, NotFoundError, SidestageError
 from ckpt.findings import Finding, Level, gib_s, size
 from ckpt.storage import LocalStorage, Storage, owned
 from ckpt.survey import KeepsParts
 from ckpt.types import Clock
+from ckpt.written import uncommitted
 
 _PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 4096
@@ -103,6 +105,23 @@ def free_space(storage: Storage, state_bytes: int | None) -> Finding:
     # One is written before an older one can go.
     level: Level = "warn" if fits < 2 else "ok"
     return Finding("free space", level, text, values)
+
+
+def unfinished_save(storage: Storage) -> Finding:
+    """Is there a save that all ranks wrote and nobody committed?"""
+
+    def look() -> Finding:
+        _, saves = uncommitted(storage, Catalog(storage).tree())
+        if not saves:
+            return Finding("unfinished", "ok", "no save lacks only its commit")
+        save = saves[0]
+        text = (
+            f"all {save.world_size} ranks have written step {save.step} of epoch {save.epoch}, and it has "
+            f"no commit (yet): the next restore() commits it and goes on from there"
+        )
+        return Finding("unfinished", "warn", text, {"step": save.step, "epoch": save.epoch})
+
+    return _guarded("unfinished", look)
 
 
 @contextmanager

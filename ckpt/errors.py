@@ -9,7 +9,8 @@
     ├── StorageError                  exit 6   the store failed or refused: retry, or mend it
     │   └── DeadlineError             exit 6   it took longer than allowed
     └── SaveError                     exit 7   a checkpoint was not committed; training may go on
-        └── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
+        ├── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
+        └── UntrackedWriteError       exit 7   something but training changed state in an open snapshot
 
 Every message names the key, the numbers and the next step, in one line.
 """
@@ -69,3 +70,7 @@ class SaveError(SidestageError):
 
 class SaveSkippedError(SaveError):
     """A save was given up by policy, on some rank, before it was written."""
+
+
+class UntrackedWriteError(SaveError):
+    """State that a snapshot still needed was changed and neither guard nor fence saw it."""

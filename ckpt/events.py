@@ -1,4 +1,25 @@
-"""Structured events go to an injected sink; the library itself never prints."""
+"""Structured events go to an injected sink; the library itself never prints.
+
+What a checkpointer emits, on the trainer's thread or the persist thread, with its fields:
+
+| event | fields |
+|---|---|
+| `attempt_claimed` | epoch, parent |
+| `save_staged` | step, blocked_s, staged_bytes, guarded_bytes |
+| `save_persisted` | step, bytes, persist_s, lag_s: from save() until this rank's receipt was stored |
+| `save_committed` | step, epoch |
+| `save_failed`, `save_skipped` | step, error |
+| `save_finished` | step, epoch: of an earlier attempt's save that lacked only its commit |
+| `save_not_finished` | step, epoch, error |
+| `trainer_waited` | why ("overlay", "fence" or "slot"), wait_s |
+| `overlay` | bytes in use, fraction of its share |
+| `untracked_write` | step, table, rows: the first of those that changed unseen |
+| `restored` | step, epoch |
+| `not_restored` | step, keys |
+| `checkpoint_set_aside` | step, epoch, error |
+| `pruned`, `prune_failed` | steps; error, problems |
+| `single_writer_only` | root |
+"""
 
 from __future__ import annotations
 
@@ -6,12 +27,16 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.types import EventSink
+
 _log = logging.getLogger("sidestage")
 
 _WARN = frozenset(
     {
         "save_failed",
         "save_skipped",
+        "save_not_finished",
+        "untracked_write",
         "checkpoint_set_aside",
         "not_restored",
         "prune_failed",
@@ -51,6 +76,11 @@ class TeeSink:
     def emit(self, name: str, /, **fields: Any) -> None:
         for sink in self._sinks:
             sink.emit(name, **fields)
+
+
+def chain(*sinks: EventSink) -> EventSink:
+    """One sink for several, such as a log and metrics: one that raises keeps none from the others."""
+    return TeeSink(*(GuardedSink(sink) for sink in sinks))
 
 
 class GuardedSink:

@@ -22,16 +22,18 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from ckpt import layout
 from ckpt.commit import claim_epoch, open_run
 from ckpt.config import CheckpointConfig
 from ckpt.digest import digest_of
 from ckpt.errors import ConflictError, SidestageError
+from ckpt.events import LogSink
+from ckpt.finish import finish_newest
 from ckpt.foreign import Foreign, Piece
 from ckpt.index import TensorKind
 from ckpt.lineage import Tree
 from ckpt.manifest import AttemptRecord, canonical
 from ckpt.receipts import (
-    CommitNote,
     SaveTerms,
     Written,
     commit_parts,
@@ -87,27 +89,34 @@ def import_checkpoint(
     Raises what `Target.check` does, and the errors of reading the source.
     """
     config, clock = config or CheckpointConfig(), clock or SystemClock()
+    finish_newest(target.storage, clock, LogSink())  # what it would supersede for good
     parent = target.check()
     saved_at_s = clock.time()
     storage, pieces = target.storage, _Pieces(foreign, progress)
+    epoch = _next_epoch(storage)
+    # Drawn at random: an import that was killed before it claimed this epoch may have left files.
+    save_id = f"{secrets.randbelow(10**12):012d}"
+    prefix = layout.data_prefix(epoch, target.step, save_id)
+    with _nothing_left(storage, prefix):
+        writer = ChunkWriter(storage, Placement(prefix, 0, pieces.kinds), config)
+        writer.write_data(pieces.plan, pieces)
+        attempt = _claim(storage, epoch, parent, clock)
     terms = SaveTerms(
-        epoch=_next_epoch(storage),
+        epoch=epoch,
+        attempt_token=attempt.token,
         step=target.step,
-        # Drawn at random: an import that was killed before it claimed this epoch may have left files.
-        save_id=f"{secrets.randbelow(10**12):012d}",
+        save_id=save_id,
         rank=0,
         world_size=1,
         plan_id=pieces.plan_id(),
+        parent=parent,
+        saved_at_s=saved_at_s,
+        annotations={"imported_from": foreign.format},
     )
-    with _nothing_left(storage, terms.prefix):
-        writer = ChunkWriter(storage, Placement(terms.prefix, 0, pieces.kinds), config)
-        writer.write_data(pieces.plan, pieces)
-        attempt = _claim(storage, terms.epoch, parent, clock)
     written = Written(tuple(writer.files), writer.tensor_bytes)
     objects = seal_objects(encode_value(foreign.values), {})
     part = store_part(storage, terms, written, objects, config.digest)
-    note = CommitNote(parent, saved_at_s, {"imported_from": foreign.format}, clock)
-    return commit_parts(storage, attempt, terms, [part], note)
+    return commit_parts(storage, attempt, [part], clock)
 
 
 class _Pieces(DefaultSavePlanner):

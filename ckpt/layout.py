@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 RUN = "RUN.json"
 ORIGIN = "ORIGIN.json"
@@ -60,6 +61,22 @@ def parse_data_key(key: str) -> tuple[str, int, int, int] | None:
 def epoch_data_prefix(epoch: int) -> str:
     """What all data keys of an attempt begin with."""
     return f"{DATA}{epoch:06d}-"
+
+
+def data_prefixes_above(epoch: int, step: int) -> Iterator[str]:
+    """What the data keys of an attempt's saves above `step` begin with, each in one way.
+
+    Some hundred short listings, whatever lies below: an attempt may hold a million files.
+    """
+    digits = f"{step:012d}"
+    for n, digit in enumerate(digits):
+        for higher in range(int(digit) + 1, 10):
+            yield f"{epoch_data_prefix(epoch)}{digits[:n]}{higher}"
+
+
+def step_data_prefix(epoch: int, step: int) -> str:
+    """What the data keys of an attempt's saves of one step begin with."""
+    return f"{epoch_data_prefix(epoch)}{step:012d}-"
 
 
 def pin_key(pin_id: str) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt.errors import SaveError, SaveSkippedError
 from ckpt.types import CommitRef, EventSink
+
+Wait = Literal["overlay", "fence", "slot"]
+
+_MOST_ROWS = 10  # that an event names
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,11 @@ def uncommitted() -> Future[CommitRef]:
 
 @dataclass
 class SaveStats:
-    """Counts of a checkpointer's saves. Seconds are what save() kept the trainer waiting.
+    """Counts of a checkpointer's saves. `blocked_s` are what each save() kept the trainer waiting.
 
+    The other waits are sums over all saves, outside save(): `fence_wait_s` at the optimizer's step,
+    for state that was still being copied, and `overlay_wait_s` at a lookup's update, for room
+    in the overlay. `untracked_writes` counts the tables found changed behind the guards.
     On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
     couldn't do all they should have.
     """
@@ -45,6 +54,9 @@ class SaveStats:
     pruned: int = 0
     prune_failed: int = 0
     blocked_s: list[float] = field(default_factory=list)
+    fence_wait_s: float = 0.0
+    overlay_wait_s: float = 0.0
+    untracked_writes: int = 0
     last_commit: CommitRef | None = None
     last_error: str | None = None
 
@@ -68,14 +80,48 @@ class Outcomes:
         self._lock = threading.Lock()
         self._in_a_row = 0
 
-    def staged(self, step: int, blocked_s: float, committed: Future[CommitRef]) -> SaveHandle:
-        """save() has done its part."""
-        staged: Future[None] = Future()
-        staged.set_result(None)
+    def staged(  # noqa: PLR0913 - keyword-only, and with defaults
+        self,
+        step: int,
+        blocked_s: float,
+        committed: Future[CommitRef],
+        *,
+        staged: Future[None] | None = None,
+        staged_bytes: int = 0,
+        guarded_bytes: int = 0,
+    ) -> SaveHandle:
+        """save() has done its part: it copied so many bytes, and left so many in place under guard.
+
+        `staged` is done when the snapshot is fixed; None: it is already.
+        """
+        if staged is None:
+            staged = Future()
+            staged.set_result(None)
         with self._lock:
             self.stats.blocked_s.append(blocked_s)
-        self._sink.emit("save_staged", step=step, blocked_s=blocked_s)
+        self._sink.emit(
+            "save_staged",
+            step=step,
+            blocked_s=blocked_s,
+            staged_bytes=staged_bytes,
+            guarded_bytes=guarded_bytes,
+        )
         return SaveHandle(step, blocked_s, staged, committed)
+
+    def waited(self, why: Wait, wait_s: float) -> None:
+        """An open snapshot kept the trainer waiting outside of save(), or save() for a free slot."""
+        with self._lock:
+            if why == "fence":
+                self.stats.fence_wait_s += wait_s
+            elif why == "overlay":
+                self.stats.overlay_wait_s += wait_s
+        self._sink.emit("trainer_waited", why=why, wait_s=wait_s)
+
+    def untracked(self, step: int, table: str, rows: Sequence[int]) -> None:
+        """These rows of a table, the first of them at least, changed and no guard saw it."""
+        with self._lock:
+            self.stats.untracked_writes += 1
+        self._sink.emit("untracked_write", step=step, table=table, rows=list(rows[:_MOST_ROWS]))
 
     def committed(self, step: int, committed: Future[CommitRef], ref: CommitRef) -> None:
         with self._lock:

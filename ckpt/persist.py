@@ -1,75 +1,86 @@
 """One save, from staged to committed: write, receipt, agreement, commit.
 
 Runs on the persist thread, on every rank. No collectives: each rank stores a receipt and
-posts its name; rank 0 commits when all are in and tells the others how it ended.
+posts its name; rank 0 commits when all are in and tells the others how it ended. A rank that
+hears nothing looks into storage, and finishes what it finds complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from ckpt import layout
+from ckpt.commit import committed
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
-from ckpt.digest import digest_of
-from ckpt.errors import (
-    BadInputError,
-    CorruptError,
-    SaveError,
-    SaveSkippedError,
-    SidestageError,
-)
+from ckpt.errors import SaveError, SaveSkippedError, SidestageError, StorageError
+from ckpt.finish import check_agreement, finish
 from ckpt.index import TensorKind
-from ckpt.manifest import AttemptRecord, Receipt, decode, unseal
-from ckpt.plan import RankPlan, StagedPlanner
-from ckpt.receipts import CommitNote, Objects, Part, SaveTerms, Written, commit_parts, store_part
-from ckpt.restore import OBJECTS_KIND, merge_values
+from ckpt.manifest import AttemptRecord
+from ckpt.plan import RankPlan
+from ckpt.pump import Pump
+from ckpt.receipts import Objects, Part, SaveTerms, Taken, Written, commit_parts, store_part
+from ckpt.snapshot import Snapshot, SnapshotPlanner
 from ckpt.storage import Storage
-from ckpt.types import Clock, CommitRef, FileEntry
-from ckpt.values import decode_value
+from ckpt.types import Clock, CommitRef, EventSink, FileEntry
 from ckpt.writer import ChunkWriter, Placement
+from ckpt.written import read_receipts, written_save
 
 _GRACE_S = 10.0
+_LOOKS = 5  # into storage, once rank 0 is silent, and the seconds between them
+_LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A snapshot in host memory, complete in itself.
+    """A snapshot and all that its commit needs.
 
-    saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed.
+    saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed;
+    taken: for its receipt, how it was taken.
     """
 
     step: int
     sequence: int
     plan: RankPlan
     kinds: Mapping[str, TensorKind]
-    tensors: list[torch.Tensor]
+    snapshot: Snapshot
     objects: Objects
     annotations: Mapping[str, str]
     saved_at_s: float
     deadline_s: float
+    taken: Taken = field(default_factory=Taken)
 
 
 class Persister:
-    """Carries staged saves to their commit, one at a time."""
+    """Carries staged saves to their commit, one at a time.
 
-    def __init__(
+    Args:
+        storage, coordinator, attempt, config, clock: of this rank and this attempt.
+        pump: makes what writes a snapshot, when its writing begins.
+        sink: told of each save that this rank has written. Must not raise.
+    """
+
+    def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and have defaults
         self,
         storage: Storage,
         coordinator: Coordinator,
         attempt: AttemptRecord,
         config: CheckpointConfig,
         clock: Clock,
+        *,
+        pump: Callable[[Snapshot], Pump],
+        sink: EventSink | None = None,
     ) -> None:
         self._storage = storage
         self._coordinator = coordinator
         self._attempt = attempt
         self._config = config
         self._clock = clock
+        self._pump = pump
+        self._sink = sink
         self._parent = attempt.parent
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
         # unlisted is garbage.
@@ -90,12 +101,13 @@ class Persister:
         except BaseException as e:  # DCP's CheckpointException is no Exception
             report = describe(SaveError(f"{type(e).__name__}: {e}"))
         if self._coordinator.rank != 0:
-            self._coordinator.post(tag, report)
-            # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
-            outcome = self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
+            outcome = self._hear(save, tag, report)
         else:
-            outcome = self._commit(save, tag, report)
-            self._coordinator.announce(tag, outcome)
+            outcome, ended = self._commit(save, tag, report)
+            with suppress(StorageError):  # without the job's store the others look into storage,
+                self._coordinator.announce(tag, outcome)
+                if ended:  # and may commit what must not be swept meanwhile
+                    self.settled = save.sequence
             if "commit" in outcome:
                 self._tidy(save.sequence)
         if "error" in outcome:
@@ -105,34 +117,86 @@ class Persister:
 
     def _write(self, save: StagedSave) -> dict[str, Any]:
         """Store this rank's files and receipt; returns the receipt's file entry as a payload."""
+        started = self._clock.monotonic()
         terms = self._terms(save)
         placement = Placement(terms.prefix, terms.rank, save.kinds)
-        writer = ChunkWriter(self._storage, placement, self._config)
-        writer.write_data(save.plan.plan, StagedPlanner(save.plan, save.tensors))
-        written = Written(tuple(writer.files), writer.tensor_bytes)
+        writer = ChunkWriter(self._storage, placement, self._config, self._pump(save.snapshot))
+        try:
+            writer.write_data(save.plan.plan, SnapshotPlanner(save.snapshot))
+        finally:
+            save.snapshot.close()
+        written = Written(tuple(writer.files), writer.tensor_bytes, save.taken)
         part = store_part(self._storage, terms, written, save.objects, self._config.digest)
-        return asdict(part.receipt)
+        if self._sink is not None:
+            self._sink.emit(
+                "save_persisted",
+                step=save.step,
+                bytes=sum(f.size_bytes for f in part.receipt.files),
+                persist_s=self._clock.monotonic() - started,
+                lag_s=max(0.0, self._clock.time() - save.saved_at_s),
+            )
+        return asdict(part.entry)
 
-    def _commit(self, save: StagedSave, tag: str, report: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: wait for all receipts, commit, and say how it ended."""
+    def _hear(self, save: StagedSave, tag: str, report: dict[str, Any]) -> dict[str, Any]:
+        """Other ranks: post the receipt, and learn how the save ended."""
+        try:
+            self._coordinator.post(tag, report)
+            # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
+            return self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
+        except StorageError as silence:
+            return report if "error" in report else self._look(save, silence)
+
+    def _look(self, save: StagedSave, silence: StorageError) -> dict[str, Any]:
+        """With no word from the others: how the save ended by what lies on storage.
+
+        It ends here if all receipts are there and nobody else commits. That is tried in the order of
+        ranks, so that a thousand of them don't read all receipts at once.
+        """
+        attempt, save_id, prefix = self._attempt, _save_id(save), self._terms(save).prefix
+        turn = min(max(self._coordinator.rank - 1, 0), _LOOKS - 1)
+        try:
+            for n in range(_LOOKS):
+                if n:
+                    time.sleep(_LOOK_EVERY_S)
+                ref = committed(self._storage, attempt.epoch, save.step, attempt.token, save_id)
+                if ref is None:
+                    written = written_save(self._storage, prefix, attempt.world_size)
+                    if written is not None and n >= turn:
+                        ref = finish(self._storage, attempt, written, self._clock)
+                    elif written is None and self._left_s(save) <= 0:
+                        break
+                if ref is not None:
+                    return {"commit": asdict(ref)}
+        except SidestageError as e:
+            return describe(e)
+        except BaseException as e:
+            return describe(SaveError(f"{type(e).__name__}: {e}"))
+        return describe(silence)
+
+    def _commit(
+        self, save: StagedSave, tag: str, report: dict[str, Any]
+    ) -> tuple[dict[str, Any], bool]:
+        """Rank 0: wait for all receipts and commit; how it ended, and whether on every rank."""
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
-            # A rank that skips tells so at once, while its thread may still write an earlier save.
-            if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
-                self.settled = save.sequence
-            self._collected.add(save.sequence)
+        except StorageError as silence:
+            return report if "error" in report else self._look(save, silence), False
+        self._collected.add(save.sequence)
+        # A rank that skips tells so at once, while its thread may still write an earlier save.
+        ended = not any(r.get("error") == SaveSkippedError.__name__ for r in reports)
+        return self._agree(reports), ended
+
+    def _agree(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0: commit what all ranks have reported."""
+        try:
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
-            entries = tuple(FileEntry(**r) for r in reports)
-            receipts = [self._receipt(e) for e in entries]
-            self._check(save, receipts)
-            parts = [
-                Part(entry, r.files, r.tensor_bytes)
-                for entry, r in zip(entries, receipts, strict=True)
-            ]
-            note = CommitNote(self._parent, save.saved_at_s, save.annotations, self._clock)
-            ref = commit_parts(self._storage, self._attempt, self._terms(save), parts, note)
+            entries = [FileEntry(**r) for r in reports]
+            receipts = read_receipts(self._storage, entries)
+            check_agreement(self._storage, receipts)
+            parts = [Part(e, r) for e, r in zip(entries, receipts, strict=True)]
+            ref = commit_parts(self._storage, self._attempt, parts, self._clock)
         except SidestageError as e:
             return describe(e)
         except BaseException as e:
@@ -153,48 +217,23 @@ class Persister:
     def _terms(self, save: StagedSave) -> SaveTerms:
         return SaveTerms(
             epoch=self._attempt.epoch,
+            attempt_token=self._attempt.token,
             step=save.step,
-            save_id=f"{save.sequence:06d}",
+            save_id=_save_id(save),
             rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
             plan_id=save.plan.plan_id,
+            parent=self._parent,
+            saved_at_s=save.saved_at_s,
+            annotations=save.annotations,
         )
-
-    def _receipt(self, entry: FileEntry) -> Receipt:
-        data = self._storage.read(entry.key)
-        if self._digest(data) != entry.digest:
-            raise CorruptError(
-                f"{entry.key}: not what its rank wrote; is another job using this root?"
-            )
-        return decode(Receipt, data, entry.key)
-
-    def _check(self, save: StagedSave, receipts: list[Receipt]) -> None:
-        """All ranks wrote the same save of the same state."""
-        for rank, r in enumerate(receipts):
-            if (r.rank, r.step, r.plan_id) != (rank, save.step, save.plan.plan_id):
-                raise BadInputError(
-                    f"rank {rank} saved step {r.step} with plan {r.plan_id[-8:]}, rank 0 step {save.step} "
-                    f"with plan {save.plan.plan_id[-8:]}; call save() in step, with the same state"
-                )
-        if len({r.values_digest for r in receipts}) > 1:
-            self._merge_all(receipts)
-
-    def _merge_all(self, receipts: list[Receipt]) -> None:
-        """Ranks may have different keys, but no two values for one key: name the one that has."""
-        merged: Any = None
-        for r in receipts:
-            key = layout.rank_objects_key(self._prefix_of(r), r.rank)
-            tree = decode_value(unseal(OBJECTS_KIND, self._storage.read(key), key)["values"], key)
-            merged = tree if r.rank == 0 else merge_values(merged, tree, "")
-
-    def _prefix_of(self, r: Receipt) -> str:
-        return layout.data_prefix(r.epoch, r.step, r.save_id)
-
-    def _digest(self, data: bytes) -> str:
-        return digest_of(data, self._config.digest)
 
     def _left_s(self, save: StagedSave) -> float:
         return save.deadline_s - self._clock.monotonic()
+
+
+def _save_id(save: StagedSave) -> str:
+    return f"{save.sequence:06d}"
 
 
 def save_tag(sequence: int) -> str:

@@ -6,33 +6,60 @@ A Checkpointer, stock DCP and an import differ in how ranks agree; this is what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt import layout
 from ckpt.catalog import Catalog
-from ckpt.commit import check_not_superseded, write_commit
+from ckpt.commit import check_not_superseded, committed, create_mine, write_commit
 from ckpt.digest import digest_of
-from ckpt.errors import BadInputError, CorruptError
+from ckpt.errors import BadInputError, ConflictError, CorruptError
 from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, canonical, encode, seal
 from ckpt.restore import OBJECTS_KIND
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, DigestName, FileEntry, Json
 
+_MOST_TABLES = 100  # that a receipt names, and how much it says of each
+_REASON_CHARS = 200
+
 
 @dataclass(frozen=True)
 class SaveTerms:
-    """What a rank must know of a save: the same on all ranks but for `rank`. Plain, so it can travel."""
+    """What a rank must know of a save: the same on all ranks but for `rank`. Plain, so it can travel.
+
+    Of `parent`, `saved_at_s` and `annotations` those of rank 0 count.
+    """
 
     epoch: int
+    attempt_token: str
     step: int
     save_id: str
     rank: int
     world_size: int
     plan_id: str
+    parent: CommitRef | None
+    saved_at_s: float
+    annotations: Mapping[str, str]
 
     @property
     def prefix(self) -> str:
         return layout.data_prefix(self.epoch, self.step, self.save_id)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """How a rank's snapshot was taken: see Receipt."""
+
+    guarded_bytes: int = 0
+    copied_bytes: int = 0
+    copied_tables: Mapping[str, str] = field(default_factory=dict)
+
+    def bounded_tables(self) -> dict[str, str]:
+        """`copied_tables` as a receipt keeps them: the first hundred by name, in short."""
+        names = sorted(self.copied_tables)
+        kept = {name: self.copied_tables[name][:_REASON_CHARS] for name in names[:_MOST_TABLES]}
+        if len(names) > _MOST_TABLES:
+            kept["..."] = f"and {len(names) - _MOST_TABLES} more tables"
+        return kept
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Written:
 
     files: tuple[FileEntry, ...]
     tensor_bytes: int
+    taken: Taken = Taken()
 
 
 @dataclass(frozen=True)
@@ -53,11 +81,10 @@ class Objects:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a save, complete: its receipt lists its files."""
+    """One rank's share of a save, complete: its receipt, and where that is stored."""
 
-    receipt: FileEntry
-    files: tuple[FileEntry, ...]
-    tensor_bytes: int
+    entry: FileEntry
+    receipt: Receipt
 
 
 def continued(storage: Storage, step: int, onto: int | None) -> CommitRef | None:
@@ -102,61 +129,64 @@ def store_part(
     entry = _store(storage, key, objects.document, digest)
     receipt = Receipt(
         epoch=terms.epoch,
+        attempt_token=terms.attempt_token,
         step=terms.step,
         save_id=terms.save_id,
         rank=terms.rank,
         world_size=terms.world_size,
         plan_id=terms.plan_id,
+        parent=terms.parent,
+        saved_at_s=terms.saved_at_s,
+        annotations=dict(terms.annotations),
         values_digest=objects.values_digest,
         tensor_bytes=written.tensor_bytes,
+        guarded_bytes=written.taken.guarded_bytes,
+        copied_bytes=written.taken.copied_bytes,
+        copied_tables=written.taken.bounded_tables(),
         files=(*written.files, entry),
     )
     key = layout.rank_receipt_key(terms.prefix, terms.rank)
-    return Part(_store(storage, key, encode(receipt), digest), receipt.files, written.tensor_bytes)
+    return Part(_store(storage, key, encode(receipt), digest), receipt)
 
 
 def commit_parts(
-    storage: Storage,
-    attempt: AttemptRecord,
-    terms: SaveTerms,
-    parts: Sequence[Part],
-    note: CommitNote,
+    storage: Storage, attempt: AttemptRecord, parts: Sequence[Part], clock: Clock
 ) -> CommitRef:
     """Make the checkpoint exist, over the parts of all ranks in rank order.
 
-    Raises ConflictError if a newer attempt owns the root, or the step is committed already.
+    If somebody else has committed this very save meanwhile, that is success, too. Raises
+    ConflictError if a newer attempt owns the root, or the step is committed already.
     """
-    files = tuple(f for p in parts for f in p.files)
+    first = parts[0].receipt
+    files = tuple(f for p in parts for f in p.receipt.files)
     record = CommitRecord(
         run_id=attempt.run_id,
         epoch=attempt.epoch,
         attempt_token=attempt.token,
-        step=terms.step,
-        save_id=terms.save_id,
-        world_size=terms.world_size,
-        parent=note.parent,
-        saved_at_s=note.saved_at_s,
-        committed_at_s=note.clock.time(),
-        tensor_bytes=sum(p.tensor_bytes for p in parts),
+        step=first.step,
+        save_id=first.save_id,
+        world_size=first.world_size,
+        parent=first.parent,
+        saved_at_s=first.saved_at_s,
+        committed_at_s=clock.time(),
+        tensor_bytes=sum(p.receipt.tensor_bytes for p in parts),
         stored_bytes=sum(f.size_bytes for f in files),
-        annotations=dict(note.annotations),
-        receipts=tuple(p.receipt for p in parts),
+        annotations=first.annotations,
+        receipts=tuple(p.entry for p in parts),
         files=files,
     )
-    check_not_superseded(storage, attempt)
+    try:
+        check_not_superseded(storage, attempt)
+    except ConflictError:
+        # The attempt after this one finishes what it finds complete, before it begins.
+        found = committed(storage, attempt.epoch, first.step, attempt.token, first.save_id)
+        if found is None:
+            raise
+        return found
     return write_commit(storage, record)
 
 
-@dataclass(frozen=True)
-class CommitNote:
-    """What a commit says beside its files. `clock` gives the time of the commit itself."""
-
-    parent: CommitRef | None
-    saved_at_s: float
-    annotations: Mapping[str, str]
-    clock: Clock
-
-
 def _store(storage: Storage, key: str, data: bytes, digest: DigestName) -> FileEntry:
-    storage.create(key, data)
+    if not create_mine(storage, key, data):
+        raise ConflictError(f"{key}: somebody else's already; is another job using this root?")
     return FileEntry(key, len(data), digest_of(data, digest))

@@ -15,6 +15,7 @@ from ckpt.errors import (
     NotFoundError,
     StorageError,
 )
+from ckpt.finish import finish_newest
 from ckpt.manifest import CommitRecord
 from ckpt.pins import Pin
 from ckpt.restore import CheckpointReader
@@ -30,7 +31,7 @@ from ckpt.target import (
     refuse,
 )
 from ckpt.tree import FlatState, assign
-from ckpt.types import CommitRef, EventSink
+from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RestoreResult:
 class Restorer:
     """One restore, on one rank. Rank 0 chooses the checkpoint and decides when to fall back."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only, the clock has a default
         self,
         storage: Storage,
         coordinator: Coordinator,
@@ -54,17 +55,22 @@ class Restorer:
         *,
         timeout_s: float,
         tag: str,
+        clock: Clock | None = None,
     ) -> None:
         self._storage = storage
         self._coordinator = coordinator
         self._sink = sink
         self._timeout_s = timeout_s
         self._tag = tag
+        self._clock = clock or SystemClock()
         self.pins = ExitStack()
         """Holds what was restored, until the caller's attempt names it as its parent."""
 
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint of the current lineage, damaged ones included."""
+        """Step of the newest checkpoint of the current lineage, damaged ones included.
+
+        A save that all ranks of the last attempt had written is one: it is committed now.
+        """
         found: int | None = self._coordinator.decide(
             f"{self._tag}/newest",
             {},
@@ -197,6 +203,8 @@ class Restorer:
 
     def _candidates(self, step: int | None) -> list[CommitInfo]:
         """What may be restored, best first: the lineage, or the one that was asked for."""
+        # The epoch that is claimed next would end this for good.
+        finish_newest(self._storage, self._clock, self._sink)
         catalog = Catalog(self._storage)
         if step is not None:
             return [catalog.find(step)]

@@ -51,7 +51,7 @@ class FakeRun:
         receipts, files = [], []
         for rank in range(2):
             mine = self._rank_files(epoch, step, rank, rows)
-            receipt = Receipt(epoch, step, "000001", rank, 2, "plan", "values", 0, tuple(mine))
+            receipt = self.receipt(epoch, step, rank, tuple(mine), parent)
             prefix = layout.data_prefix(epoch, step, "000001")
             receipts.append(self._store(layout.rank_receipt_key(prefix, rank), encode(receipt)))
             files += mine
@@ -75,6 +75,33 @@ class FakeRun:
         data = encode(record)
         self.storage.put(key or layout.commit_key(epoch, step), data)
         return commit_ref(record, data)
+
+    def receipt(
+        self,
+        epoch: int,
+        step: int,
+        rank: int,
+        files: tuple[FileEntry, ...],
+        parent: CommitRef | None,
+    ) -> Receipt:
+        return Receipt(
+            epoch=epoch,
+            attempt_token=f"token-{epoch}",
+            step=step,
+            save_id="000001",
+            rank=rank,
+            world_size=2,
+            plan_id="plan",
+            parent=parent,
+            saved_at_s=1.0,
+            annotations={},
+            values_digest="values",
+            tensor_bytes=0,
+            guarded_bytes=0,
+            copied_bytes=0,
+            copied_tables={},
+            files=files,
+        )
 
     def record(self, epoch: int, step: int) -> CommitRecord:
         key = layout.commit_key(epoch, step)

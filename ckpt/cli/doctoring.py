@@ -9,7 +9,7 @@ import click
 from ckpt.catalog import Catalog
 from ckpt.cli.shared import JSON_FLAG, print_json, print_table
 from ckpt.config import CheckpointConfig
-from ckpt.doctor import examine_store, free_space
+from ckpt.doctor import examine_store, free_space, unfinished_save
 from ckpt.errors import BadInputError, NotFoundError, StorageError
 from ckpt.findings import Finding
 from ckpt.machine import JobSize, copy_speed, host_memory, memory_lock, save_cost, scheduling
@@ -52,6 +52,7 @@ def doctor(
     storage = open_storage(root)
     job = _job(storage, state_bytes, ranks, hosts)
     findings, speeds = examine_store(storage, clock)
+    findings.append(unfinished_save(storage))
     findings += [free_space(storage, job.state_bytes if job else None), memory_lock(job)]
     findings += scheduling()
     if job is not None:

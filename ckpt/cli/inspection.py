@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 import click
 
@@ -23,10 +24,11 @@ from ckpt.cli.shared import (
     when,
 )
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
-from ckpt.manifest import CommitRecord
+from ckpt.manifest import CommitRecord, Receipt
 from ckpt.pins import pinned
 from ckpt.storage import Storage
 from ckpt.verify import VerifyReport, verify_commit
+from ckpt.written import read_receipts
 
 
 @click.command()
@@ -72,7 +74,9 @@ def ls(root: str, *, as_json: bool) -> None:
 def show(root: str, step: str | None, *, as_json: bool) -> None:
     """Show one checkpoint: its tensors, with shapes and how they are cut, and its values."""
     with open_checkpoint(root, step) as (found, reader):
-        pass  # all that is shown here was read at opening
+        # All else that is shown here was read at opening.
+        receipts = read_receipts(open_existing(root), reader.record.receipts)
+    taken = _taken(receipts)
     keys = sorted(reader.tensors)
     if as_json:
         from ckpt.values import encode_value
@@ -88,7 +92,7 @@ def show(root: str, step: str | None, *, as_json: bool) -> None:
             for t in (reader.tensors[k] for k in keys)
         ]
         values = encode_value(reader.values())
-        print_json({**summary_of(found), "tensors": tensors, "values": values})
+        print_json({**summary_of(found), **taken, "tensors": tensors, "values": values})
         return
     record = reader.record
     click.echo(
@@ -96,6 +100,11 @@ def show(root: str, step: str | None, *, as_json: bool) -> None:
         f"saved {when(record.saved_at_s)}, {size_text(record.tensor_bytes)} in {len(keys)} tensors, "
         f"{size_text(record.stored_bytes)} stored"
     )
+    if taken["guarded_bytes"] or taken["copied_bytes"]:
+        click.echo(
+            f"  snapshot: {size_text(taken['guarded_bytes'])} stayed in place, "
+            f"{size_text(taken['copied_bytes'])} were copied in save()"
+        )
     for name, value in sorted(record.annotations.items()):
         click.echo(f"  {name} = {value}")
     print_table(
@@ -105,6 +114,19 @@ def show(root: str, step: str | None, *, as_json: bool) -> None:
             for t in (reader.tensors[k] for k in keys)
         ],
     )
+    if taken["copied_tables"]:
+        click.echo()
+        print_table(["copied table", "why"], [list(t) for t in taken["copied_tables"].items()])
+
+
+def _taken(receipts: list[Receipt]) -> dict[str, Any]:
+    """How all ranks took the snapshot, together."""
+    tables = {name: why for r in receipts for name, why in r.copied_tables.items()}
+    return {
+        "guarded_bytes": sum(r.guarded_bytes for r in receipts),
+        "copied_bytes": sum(r.copied_bytes for r in receipts),
+        "copied_tables": dict(sorted(tables.items())),
+    }
 
 
 @click.command()

@@ -21,10 +21,11 @@ from ckpt.config import CheckpointConfig
 from ckpt.dcp.naming import Root, checked_step, storage_of
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
+from ckpt.events import LogSink
+from ckpt.finish import finish_newest
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord, canonical
 from ckpt.receipts import (
-    CommitNote,
     Part,
     SaveTerms,
     Written,
@@ -99,7 +100,6 @@ class DcpWriter(StorageWriter):
         self._attempt: AttemptRecord | None = None
         self._parent: CommitRef | None = None
         self._saves = 0
-        self._saved_at_s = 0.0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -134,14 +134,17 @@ class DcpWriter(StorageWriter):
             raise BadInputError(f"the ranks save different steps: {', '.join(map(str, steps))}")
         attempt = self._begin(steps[0], len(plans))
         self._saves += 1
-        self._saved_at_s = self._clock.time()
         terms = SaveTerms(
             epoch=attempt.epoch,
+            attempt_token=attempt.token,
             step=steps[0],
             save_id=f"{self._saves:06d}",
             rank=0,
             world_size=len(plans),
             plan_id=digest_of(canonical([[_place(i) for i in p.items] for p in plans])),
+            parent=self._parent,
+            saved_at_s=self._clock.time(),
+            annotations=self._annotations,
         )
         return [replace(p, storage_data=replace(terms, rank=n)) for n, p in enumerate(plans)]
 
@@ -192,9 +195,8 @@ class DcpWriter(StorageWriter):
         tree = _tree(metadata, values)
         objects = seal_objects(encode_value(tree), {})
         first = store_part(self._storage, mine.terms, mine.written, objects, self._config.digest)
-        note = CommitNote(self._parent, self._saved_at_s, self._annotations, self._clock)
-        parts = [first, *(r.part for r in reports[1:])]
-        self._parent = commit_parts(self._storage, attempt, mine.terms, parts, note)
+        parts = [first, *(r.part for r in reports[1:] if r.part is not None)]
+        self._parent = commit_parts(self._storage, attempt, parts, self._clock)
         metadata.storage_data = asdict(self._parent)
 
     @classmethod
@@ -204,6 +206,7 @@ class DcpWriter(StorageWriter):
     def _begin(self, step: int, world_size: int) -> AttemptRecord:
         """This writer's attempt; its first save claims it. Checks that the step rises."""
         if self._attempt is None:
+            finish_newest(self._storage, self._clock, LogSink())
             self._parent = continued(self._storage, step, self._onto)
             run = open_run(self._storage, self._clock)
             self._attempt = claim_epoch(self._storage, run, world_size, self._parent, self._clock)

@@ -207,7 +207,24 @@ class TinyRun:
             self.root.create(key, content)
         files = tuple(FileEntry(k, len(v), digest_of(v)) for k, v in contents.items())
         receipt = encode(
-            Receipt(epoch, step, "s0", 0, 1, "plan", digest_of(objects), len(data), files)
+            Receipt(
+                epoch=epoch,
+                attempt_token=f"token-{epoch}",
+                step=step,
+                save_id="s0",
+                rank=0,
+                world_size=1,
+                plan_id="plan",
+                parent=parent,
+                saved_at_s=10.0 * step,
+                annotations={},
+                values_digest=digest_of(objects),
+                tensor_bytes=len(data),
+                guarded_bytes=0,
+                copied_bytes=len(data),
+                copied_tables={},
+                files=files,
+            )
         )
         receipt_key = layout.rank_receipt_key(prefix, 0)
         self.root.create(receipt_key, receipt)

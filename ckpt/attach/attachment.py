@@ -1,0 +1,145 @@
+"""What a Checkpointer holds on to: the guarded tables of its state, followed from save to save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.optim import Optimizer
+
+from ckpt.attach.finding import Finder
+from ckpt.attach.fused import FusedTables
+from ckpt.attach.sparse import SparseTables
+from ckpt.rows import Group, RowGuards
+from ckpt.tree import leaf_of
+from ckpt.types import EventSink
+
+
+class Attachment:
+    """Guards what it can of the tables in some objects, and says what it can't."""
+
+    def __init__(self, guards: RowGuards, sink: EventSink) -> None:
+        self._guards = guards
+        self._sink = sink
+        self._finder = Finder()
+        self._fused: list[FusedTables] = []
+        self._sparse = SparseTables()
+        self._refused: dict[str, str] = {}
+        self._said: set[str] = set()
+
+    def add(self, *objects: Any) -> None:
+        """Look through modules, optimizers, or nests of them, such as a whole state.
+
+        What was looked through before isn't again, unless a table has gone, as if for another in
+        its place; so a state may be added at every save. Call it like `refresh`.
+        """
+        if self._sparse.any_gone or any(f.gone for f in self._fused):
+            self._finder.look_again()
+        for value in objects:
+            self._finder.look(value)
+        lookups, embeddings, optimizers = self._finder.take()
+        if lookups or embeddings or optimizers:
+            self._fused += [FusedTables(found) for found in lookups]
+            self._sparse.add(embeddings, optimizers)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Follow tables and their state to where their memory is now; only what moved is regrouped.
+
+        Call it in the trainer's thread while no snapshot is open.
+        """
+        self._fused = [f for f in self._fused if f.refresh(self._guards)]
+        self._sparse.refresh(self._guards)
+        refused: dict[str, str] = {}
+        for fused in self._fused:
+            if fused.refusal is not None:
+                refused |= dict.fromkeys(fused.names, fused.refusal)
+                if fused.quiet:
+                    self._said.update(fused.names)
+        refused |= self._sparse.refused
+        self._refused = refused
+        for name, reason in refused.items():
+            if name not in self._said:
+                self._said.add(name)
+                self._sink.emit("table_copied", table=name, reason=reason)
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Names of the tables that aren't guarded, with the reason: a save copies them whole."""
+        return MappingProxyType(self._refused)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The innermost optimizers that were found, those that change anything themselves."""
+        return self._sparse.optimizers
+
+    def lookup_tensors(self) -> Iterator[Tensor]:
+        """Memory that lookups change themselves: by their backward pass, or `max_norm` in forward."""
+        for fused in self._fused:
+            yield from fused.tensors()
+        yield from self._sparse.renormed()
+
+    def touched(self, tensor: Tensor | ShardedTensor, rows: Tensor | None) -> bool:
+        """Announce that rows of a table or of its state are about to be changed by hand.
+
+        `tensor` is the weight or state tensor, rows of it, or the ShardedTensor or DTensor of it;
+        `rows` are its row numbers, a mask over them, or None for all. False if nothing of it is
+        guarded on this rank.
+        """
+        if rows is not None and rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        if rows is not None:
+            rows = torch.where(rows < 0, rows + tensor.shape[0], rows).long()
+        found = False
+        for shard in leaf_of("touched()", tensor, per_rank=False).shards:
+            local = rows
+            if rows is not None and shard.offsets:
+                local = rows - shard.offsets[0]
+                local = local[(local >= 0) & (local < shard.sizes[0])]
+            found |= self._touch(shard.tensor, local)
+        return found
+
+    def detach(self) -> None:
+        """Take all hooks off and guard nothing any more."""
+        for fused in self._fused:
+            fused.detach(self._guards)
+        self._sparse.detach(self._guards)
+        self._fused, self._sparse, self._finder = [], SparseTables(), Finder()
+        self._refused = {}
+
+    def _groups(self) -> Iterator[Group]:
+        yield from (f.group for f in self._fused if f.group is not None)
+        yield from self._sparse.groups
+
+    def _touch(self, part: Tensor, rows: Tensor | None) -> bool:
+        """Announce rows of a local tensor that is a guarded one or lies in one."""
+        if not part.numel():
+            return False
+        for group in self._groups():
+            for number, table in enumerate(group.tables):
+                for component in table.components:
+                    first = _first_row(part, component)
+                    if first is None:
+                        continue
+                    if rows is None and first == 0 and part.shape[:1] == component.shape[:1]:
+                        group.touch_all(number)
+                    else:
+                        if rows is None:
+                            rows = torch.arange(part.shape[0], device=part.device)
+                        group.touch_rows(number, rows + first)
+                    return True
+        return False
+
+
+def _first_row(part: Tensor, whole: Tensor) -> int | None:
+    """The row of `whole` at which `part` starts, if it is rows (or columns of rows) of it."""
+    start = part.data_ptr() - whole.data_ptr()
+    if not 0 <= start < whole.nbytes or part.device != whole.device:
+        return None
+    if part.dim() == 0 or part.stride(0) != whole.stride(0) or part.dtype != whole.dtype:
+        return None
+    return start // (whole.stride(0) * whole.element_size())

@@ -1,0 +1,243 @@
+"""Dense state that only an optimizer's step changes: copied while the next forward and backward run.
+
+Between one step and the next, parameters and optimizer state stand still. So a snapshot of them
+needn't be complete when save() returns, only when the next step begins: a hook before every
+optimizer's step, the fence, copies what is left by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ckpt.errors import UntrackedWriteError
+from ckpt.native import move
+from ckpt.types import Clock
+
+_PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor of the state, by its key, and the host memory of its shape that it's copied to."""
+
+    fqn: str
+    live: torch.Tensor
+    home: torch.Tensor
+
+
+class StepFence:
+    """Keeps optimizers from stepping over state that is still being copied.
+
+    Args:
+        clock: measures waits.
+        waited: told how long a step waited, in seconds.
+        hurry: called when a step waits for a copy that a background thread has begun.
+    """
+
+    def __init__(
+        self, clock: Clock, waited: Callable[[float], None], hurry: Callable[[], None]
+    ) -> None:
+        self._clock = clock
+        self._waited = waited
+        self._hurry = hurry
+        self._open: list[DenseCopy] = []
+        self.unsteady: set[str] = set()
+        """Keys that were seen to change outside of steps: not to be fenced again."""
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def open(self, copies: Sequence[Copy]) -> DenseCopy:
+        """Begin to copy tensors that `owned_by_steps` named. On the training thread."""
+        begun = DenseCopy(copies, self._hurry, self.unsteady)
+        self._open = [c for c in self._open if not c.done] + [begun]
+        return begun
+
+    def finish(self) -> None:
+        """Copy what is left of all open snapshots, now. On the training thread."""
+        waiting = [c for c in self._open if not c.done]
+        self._open = []
+        if waiting:
+            started = self._clock.monotonic()
+            for c in waiting:
+                c.finish()
+            self._waited(self._clock.monotonic() - started)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Whichever optimizer it is: any of them may hold any parameter.
+        if self._open:
+            self.finish()
+
+
+class DenseCopy:
+    """One snapshot's copies, made by a persist thread and by training, whoever comes first."""
+
+    def __init__(
+        self, copies: Sequence[Copy], hurry: Callable[[], None], unsteady: set[str]
+    ) -> None:
+        self._hurry = hurry
+        self._unsteady = unsteady
+        self._changed = threading.Condition()
+        self._versions = [(c, c.live._version) for c in copies]
+        self._left = {c.fqn: 0 for c in copies}
+        self._pieces: list[tuple[Copy, torch.Tensor, torch.Tensor]] = []
+        self._events: list[torch.cuda.Event] = []
+        on_device = [c for c in copies if c.live.is_cuda]
+        for c in copies:
+            if not c.live.is_cuda:
+                pieces = list(_pieces(c))
+                self._left[c.fqn] = len(pieces)
+                self._pieces += pieces
+        self._next = 0
+        self._running = 0
+        self._version_of = {c.fqn: v for c, v in self._versions}
+        self.overwritten: list[str] = []
+        self._copy_from_devices(on_device)
+
+    @property
+    def done(self) -> bool:
+        """Is every copy of host memory made?"""
+        return self._next >= len(self._pieces) and not self._running and not self._events
+
+    def help(self) -> None:
+        """Copy until nothing is left to begin. Runs on a persist thread."""
+        while self._copy_one(move):
+            pass
+
+    def finish(self) -> None:
+        """Copy the rest and wait for what others have begun: afterwards the state may change."""
+        for event in self._events:
+            # Orders the step after the copies on the device; the host doesn't wait.
+            event.wait()
+        self._events = []
+        while self._copy_one(_copy):
+            pass
+        if self._running:
+            self._hurry()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+
+    def settle(self) -> None:
+        """Wait until all copies are made. Runs on a persist thread, before they are read.
+
+        Raises UntrackedWriteError naming what was changed before it was copied.
+        """
+        for event in tuple(self._events):
+            event.synchronize()
+        self.help()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+        if self.overwritten:
+            shown = ", ".join(self.overwritten[:4])
+            raise UntrackedWriteError(
+                f"{shown}{' ...' if len(self.overwritten) > 4 else ''}: changed outside of an "
+                f"optimizer's step before the snapshot had it; call touched() on it before, or save "
+                f'with snapshot = "copied"'
+            )
+
+    def abandon(self) -> None:
+        """Copy no more. When this returns nothing is written to the copies' homes any longer."""
+        with self._changed:
+            self._next = len(self._pieces)
+            self._changed.wait_for(lambda: not self._running)
+        for event in self._events:
+            event.synchronize()
+        self._events = []
+
+    def _copy_one(self, by: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
+        with self._changed:
+            if self._next >= len(self._pieces):
+                return False
+            copy, live, home = self._pieces[self._next]
+            self._next += 1
+            self._running += 1
+        try:
+            by(home, live)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._left[copy.fqn] -= 1
+                # In-place operations count up; the last piece was copied before this look.
+                if not self._left[copy.fqn] and copy.live._version != self._version_of[copy.fqn]:
+                    self.overwritten.append(copy.fqn)
+                    self._unsteady.add(copy.fqn)
+                if not self._running:
+                    self._changed.notify_all()
+        return True
+
+    def _copy_from_devices(self, copies: Sequence[Copy]) -> None:
+        """Enqueue all device copies on a stream of their own, behind what is enqueued already."""
+        for device in {c.live.device for c in copies}:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for c in copies:
+                    if c.live.device == device:
+                        c.home.copy_(c.live, non_blocking=True)
+                        c.live.record_stream(stream)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(stream)
+            self._events.append(event)
+
+
+def owned_by_steps(
+    optimizers: Iterable[Optimizer], elsewhere: Iterable[torch.Tensor]
+) -> set[tuple[Any, ...]]:
+    """Identities of the tensors that only the steps of `optimizers` change; see `identity`.
+
+    elsewhere: tensors that something else changes, too, such as fused tables; what shares memory
+    with them isn't owned.
+    """
+    foreign = {t.untyped_storage().data_ptr() for t in elsewhere}
+    owned = set()
+    for tensor in _held(optimizers):
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if tensor.untyped_storage().data_ptr() not in foreign:
+            owned.add(identity(tensor))
+    return owned
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Names a tensor's memory as it is used: two with one identity are the same values."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """This rank's memory of all parameters and state tensors."""
+    for optimizer in optimizers:
+        if any(c.__name__ == "FusedOptimizer" for c in type(optimizer).__mro__):
+            continue  # TorchRec's: a lookup's backward is its step
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for state in optimizer.state.values():
+            held += state.values() if isinstance(state, dict) else (state,)
+        for tensor in held:
+            if isinstance(tensor, DTensor):
+                yield tensor._local_tensor
+            elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
+                yield tensor
+
+
+def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
+    """With all of torch's threads: training waits."""
+    home.copy_(live)
+
+
+def _pieces(copy: Copy) -> Iterator[tuple[Copy, torch.Tensor, torch.Tensor]]:
+    """A tensor in pieces of some megabytes; one whose memory isn't contiguous, whole."""
+    if not copy.live.is_contiguous():
+        yield copy, copy.live, copy.home
+        return
+    live, home = copy.live.reshape(-1), copy.home.reshape(-1)
+    step = max(1, _PIECE_BYTES // copy.live.element_size())
+    for a in range(0, live.numel(), step):
+        yield copy, live[a : a + step], home[a : a + step]

@@ -1,0 +1,132 @@
+"""The native part, if it was built: `_rows.so` beside this file, through ctypes.
+
+It's plain C without Python's headers; `hatch_build.py` compiles it at installation where there
+is a C compiler. Without it everything works through torch, more slowly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckpt.config import native_allowed
+
+SLOTS = 16
+"""Snapshots that may be open at a time."""
+PARTS = 8
+"""Components that a table may have."""
+HEAD_BYTES = 16
+
+LIBRARY = Path(__file__).with_name("_rows.so")
+
+_HUGE = 2 << 20
+
+
+class TableStruct(ctypes.Structure):
+    """`table_t` of _rows.c."""
+
+    _fields_ = (
+        ("tag", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("chunk_rows", ctypes.c_int64),
+        ("magic", ctypes.c_uint64),
+        ("record_bytes", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
+        ("part", ctypes.c_void_p * PARTS),
+        ("width", ctypes.c_int64 * PARTS),
+        ("upto", ctypes.c_int64 * SLOTS),
+    )
+
+
+class PoolStruct(ctypes.Structure):
+    """`pool_t` of _rows.c."""
+
+    _fields_ = (
+        ("slabs", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("free_slabs", ctypes.c_void_p),
+        ("n_free", ctypes.c_int64),
+        ("slab_bytes", ctypes.c_int64),
+        ("epoch", ctypes.c_int64),
+        ("open", ctypes.c_int64 * SLOTS),
+        ("stop_segment", ctypes.c_int64),
+        ("stop_at", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Native:
+    """The functions of _rows.c.
+
+    `copy` runs without Python's lock. The others hold it: they are the appending side, which
+    that makes one thread at a time.
+    """
+
+    touch: Callable[..., int]
+    copy: Callable[..., int]
+    release: Callable[..., int]
+    age: Callable[..., None]
+
+
+@functools.cache
+def load() -> Native | None:
+    """The native part, or None where it wasn't built or SIDESTAGE_NATIVE=0 says to do without."""
+    if not native_allowed() or not LIBRARY.exists():
+        return None
+    try:
+        locked, free = ctypes.PyDLL(str(LIBRARY)), ctypes.CDLL(str(LIBRARY))
+    except OSError:  # built for another machine
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    touch, copy, release, age = (
+        locked.rows_touch,
+        free.rows_copy,
+        locked.rows_release,
+        locked.rows_age,
+    )
+    touch.argtypes = (
+        *(pointer, pointer, pointer, number, pointer),
+        *(ctypes.c_int, number, number),
+    )
+    touch.restype = ctypes.c_int
+    copy.argtypes = (pointer, pointer, number, number, number, pointer)
+    copy.restype = number
+    release.argtypes = (pointer, pointer, number)
+    release.restype = number
+    age.argtypes = (pointer, number, ctypes.c_int)
+    age.restype = None
+    return Native(touch, copy, release, age)
+
+
+def touched_memory(nbytes: int) -> torch.Tensor:
+    """Zeroed memory whose pages are there already, huge ones where the system gives them.
+
+    uint8 of shape (nbytes,), aligned to a page. It's given back with the last tensor that uses it.
+    """
+    size = -(-nbytes // _HUGE) * _HUGE if nbytes >= _HUGE else max(nbytes, 1)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    memory.zero_()
+    return memory[:nbytes]
+
+
+def move(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a host tensor on this thread alone, without Python's lock.
+
+    `Tensor.copy_` would start threads of torch's own, which know nothing of this one's priority.
+    """
+    if to.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        to.copy_(source)

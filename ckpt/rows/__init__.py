@@ -1,0 +1,12 @@
+"""Row guards: exact snapshots of embedding tables while training changes them."""
+
+from ckpt.rows.guards import Group, Place, RowGuards, RowSnapshot
+from ckpt.rows.pool import Table
+
+__all__ = [
+    "Group",
+    "Place",
+    "RowGuards",
+    "RowSnapshot",
+    "Table",
+]

@@ -1,0 +1,376 @@
+"""Row guards: snapshots of embedding tables that training never waits for.
+
+Rows of a table change only where a step looked them up, and a step's rows are known before it
+changes them. So a snapshot opens at once; a persist thread copies the tables chunk by chunk;
+and whatever is about to change a row `touch`es it first, which keeps its old value as long as
+some snapshot hasn't got it. See docs/design/0005-row-guards.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import BadInputError, SaveError
+from ckpt.native import SLOTS, load
+from ckpt.rows.native_pool import NativePool
+from ckpt.rows.pool import Pool, Stop, Table
+from ckpt.rows.torch_pool import TorchPool
+from ckpt.types import Clock
+
+_LAST_EPOCH = 255
+_AGE_FROM = 200  # early, so that it seldom has to wait for open snapshots
+_AGE_BY = 128
+_ALIGN_BYTES = 4096
+_LOOK_AGAIN_S = 0.02  # while training waits; it is woken at once where nothing goes wrong
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A component of a guarded table. `key` is the pool's."""
+
+    table: Table
+    key: Any
+    component: int
+    chunk_rows: int
+
+
+class Group:
+    """The tables of one lookup module: what touches them is one call."""
+
+    def __init__(self, guards: RowGuards, tables: tuple[Table, ...], keys: tuple[Any, ...]) -> None:
+        self.tables = tables
+        self.keys = keys
+        self._guards = guards
+
+    def touch(self, ids: torch.Tensor, bounds: Sequence[int], tables: Sequence[int]) -> None:
+        """Rows are about to change: ids[bounds[i]:bounds[i + 1]] are rows of tables[i].
+
+        ids: int32 or int64, 1-D, in any order; those out of range count as row 0, which is what
+        lookups make of them. Call it before the change, on the thread that makes it. Waits if
+        the overlay is full.
+        """
+        keys = [self.keys[t] for t in tables]
+        self._guards._touch(keys, ids.contiguous(), bounds)
+
+    def touch_rows(self, table: int, rows: torch.Tensor) -> None:
+        """`touch` for one table."""
+        self.touch(rows.reshape(-1), (0, rows.numel()), (table,))
+
+    def touch_all(self, table: int) -> None:
+        """Any row of a table may change now: waits until open snapshots have all of it."""
+        self._guards._touch_all(self.keys[table])
+
+
+class RowGuards:
+    """All guarded tables of one checkpointer.
+
+    Args:
+        clock: measures waits.
+        stall_limit_s: snapshots that made training wait longer than this are given up.
+        hurry: called when training waits, to speed the copying up.
+        waited: told how long training waited, in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        stall_limit_s: float,
+        hurry: Callable[[], None] = lambda: None,
+        waited: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._clock = clock
+        self._stall_limit_s = stall_limit_s
+        self._hurry = hurry
+        self._waited = waited
+        native = load()
+        self._pool: Pool = NativePool(native) if native else TorchPool()
+        self._epoch = 1
+        self._chunk_rows: dict[Any, int] = {}
+        self._places: dict[tuple[Any, ...], Place] = {}
+        self._groups: list[Group] = []
+        self._open: dict[int, RowSnapshot] = {}
+        # What the copying side is done with. The training side settles it, so that nothing that
+        # `touch` uses is ever taken away under it.
+        self._passed: deque[tuple[Any, int]] = deque()
+        self._closed: deque[RowSnapshot] = deque()
+        self._progress = threading.Condition()
+        self._waiting = False
+        self._laid_out = False
+        self.peak_bytes = 0
+        """The most that `pressure` has seen kept since this was last set."""
+
+    @property
+    def busy(self) -> bool:
+        """Is a snapshot open? Groups may only be made and dropped while none is."""
+        self._settle()
+        return bool(self._open)
+
+    @property
+    def guarded_bytes(self) -> int:
+        return sum(t.rows * sum(t.widths) for g in self._groups for t in g.tables)
+
+    @property
+    def tags_bytes(self) -> int:
+        return sum(t.rows for g in self._groups for t in g.tables)
+
+    @property
+    def longest_row_bytes(self) -> int:
+        """Bytes of ring buffer that one row of any table takes, components aligned."""
+        rows = (_aligned(t, 1) for g in self._groups for t in g.tables)
+        return max(rows, default=0)
+
+    def pressure(self) -> float:
+        """How full the overlay is, 0 to 1."""
+        used = self._pool.used_bytes
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used / max(self._pool.capacity_bytes, 1)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._pool.capacity_bytes
+
+    @property
+    def overlay_bytes(self) -> int:
+        return self._pool.used_bytes
+
+    def takes(self, table: Table) -> bool:
+        """Can it be guarded here? Rows must lie together, in memory that the pool reaches."""
+        return self._pool.takes(table) and all(
+            c.dim() >= 1 and c.shape[0] == table.rows and c.is_contiguous()
+            for c in table.components
+        )
+
+    def group(self, tables: Sequence[Table]) -> Group:
+        """Start guarding tables. Raises BadInputError if a snapshot is open, or one isn't fit."""
+        self._refuse_if_busy("guarded")
+        for table in tables:
+            if not self.takes(table):
+                raise BadInputError(
+                    f"{table.name}: its memory can't be guarded; leave it unguarded"
+                )
+        made = Group(self, tuple(tables), tuple(self._pool.add(t) for t in tables))
+        self._groups.append(made)
+        self._laid_out = False
+        return made
+
+    def drop(self, group: Group) -> None:
+        """Stop guarding a group's tables. Raises BadInputError if a snapshot is open."""
+        self._refuse_if_busy("dropped")
+        self._groups.remove(group)
+        for key in group.keys:
+            self._pool.drop(key)
+        self._laid_out = False
+
+    def lay_out(self, buffer_bytes: int, overlay_bytes: int) -> None:
+        """Set how large blocks and the overlay are. Raises BadInputError if a snapshot is open."""
+        self._refuse_if_busy("laid out")
+        self._chunk_rows = {
+            key: _rows_that_fit(table, buffer_bytes)
+            for g in self._groups
+            for table, key in zip(g.tables, g.keys, strict=True)
+        }
+        self._pool.lay_out(self._chunk_rows, overlay_bytes)
+        self._places = {}
+        for g in self._groups:
+            for table, key in zip(g.tables, g.keys, strict=True):
+                for k, part in enumerate(table.components):
+                    if part.numel():
+                        place = Place(table, key, k, self._chunk_rows[key])
+                        self._places.setdefault(_identity(part), place)
+        self._laid_out = True
+
+    @property
+    def laid_out(self) -> bool:
+        return self._laid_out
+
+    def open(self) -> RowSnapshot | None:
+        """Fix the rows of all tables as they are now. On the training thread; copies nothing.
+
+        None if SLOTS snapshots are open already. Once in a hundred saves it passes over all tags, a
+        byte a row; if snapshots were never all closed in that time, it waits for them first.
+        """
+        self._settle()
+        if self._epoch >= _LAST_EPOCH and self._open:
+            self._wait(lambda: not self.busy)
+        if self._epoch > _AGE_FROM and not self._open:
+            self._pool.age(_AGE_BY)
+            self._epoch -= _AGE_BY
+        free = [s for s in range(SLOTS) if s not in self._open]
+        if not free or self._epoch >= _LAST_EPOCH:
+            return None
+        self._epoch += 1
+        snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
+        self._open[free[0]] = snapshot
+        self._pool.open(free[0], self._epoch)
+        return snapshot
+
+    def _touch(self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int]) -> None:
+        if self._passed or self._closed:
+            self._settle()
+        stop = self._pool.touch(keys, ids, bounds, Stop(0, 0))
+        while stop is not None:
+            self._wait(self._has_room)
+            stop = self._pool.touch(keys, ids, bounds, stop)
+
+    def _touch_all(self, key: Any) -> None:
+        self._settle()
+
+        def has_it() -> bool:
+            self._settle()
+            return all(self._pool.passed(key, slot) >= key.table.rows for slot in self._open)
+
+        if not has_it():
+            self._wait(has_it)
+        self._pool.touch_all(key)
+
+    def _has_room(self) -> bool:
+        return self._settle() > 0
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Training waits for the copying side; snapshots that take too long are given up."""
+        started = self._clock.monotonic()
+        self._waiting = True
+        try:
+            while True:
+                self._hurry()
+                with self._progress:
+                    if done():
+                        return
+                    if self._clock.monotonic() - started >= self._stall_limit_s:
+                        self._give_up()
+                        return
+                    self._progress.wait(_LOOK_AGAIN_S)
+        finally:
+            self._waiting = False
+            self._waited(self._clock.monotonic() - started)
+
+    def _give_up(self) -> None:
+        for snapshot in self._open.values():
+            snapshot.give_up(
+                f"training had waited {self._stall_limit_s:g} s (stall_limit_s) for it, with "
+                f"{self._pool.used_bytes} bytes of old rows kept; is storage too slow, or "
+                f"staging_bytes too small?"
+            )
+        for g in self._groups:
+            for key in g.keys:
+                for chunk in self._pool.kept_chunks(key):
+                    self._pool.release(key, chunk)
+
+    def _settle(self) -> int:
+        """Take back what the copying side is done with; how many chunks' rows were freed."""
+        freed = 0
+        while self._passed:
+            try:
+                key, chunk = self._passed.popleft()
+            except IndexError:  # another training thread took it
+                break
+            freed += self._release_passed(key, chunk)
+        while self._closed:
+            try:
+                snapshot = self._closed.popleft()
+            except IndexError:
+                break
+            self._pool.close(snapshot.slot)
+            del self._open[snapshot.slot]
+            for g in self._groups:
+                for key in g.keys:
+                    for chunk in self._pool.kept_chunks(key):
+                        freed += self._release_passed(key, chunk)
+        return freed
+
+    def _release_passed(self, key: Any, chunk: int) -> bool:
+        rows = self._chunk_rows[key]
+        end = min(key.table.rows, (chunk + 1) * rows)
+        if any(self._pool.passed(key, slot) < end for slot in self._open):
+            return False
+        self._pool.release(key, chunk)
+        return True
+
+    def _note_passed(self, key: Any, chunk: int) -> None:
+        """On the copying side: a snapshot has a chunk."""
+        self._passed.append((key, chunk))
+        self._wake()
+
+    def _note_closed(self, snapshot: RowSnapshot) -> None:
+        self._closed.append(snapshot)
+        self._wake()
+
+    def _wake(self) -> None:
+        # A thread at idle priority should hold no lock that training may want, if it can do without.
+        if self._waiting:
+            with self._progress:
+                self._progress.notify_all()
+
+    def _refuse_if_busy(self, what: str) -> None:
+        if self.busy:
+            raise BadInputError(f"tables can't be {what} while a snapshot is open; wait for it")
+
+
+class RowSnapshot:
+    """The rows of all guarded tables at one moment. Opened while training waits, copied beside it."""
+
+    def __init__(
+        self, guards: RowGuards, slot: int, epoch: int, places: dict[tuple[Any, ...], Place]
+    ) -> None:
+        self.slot = slot
+        self.epoch = epoch
+        self._guards = guards
+        self._pool = guards._pool
+        self._places = places
+        self._given_up: str | None = None
+        self._closed = False
+
+    def find(self, tensor: torch.Tensor) -> Place | None:
+        """The guarded component that a live tensor is, by its memory; None if it isn't one."""
+        return self._places.get(_identity(tensor)) if tensor.numel() else None
+
+    def copy(self, place: Place, chunk: int, out: Sequence[torch.Tensor | None]) -> int:
+        """Copy a chunk of a table as it was at opening; returns how many of its rows were old ones.
+
+        out: for each component uint8 of its bytes, or None. Each chunk once, in rising order.
+        Runs on a persist thread. Raises SaveError if the snapshot has been given up.
+        """
+        a = chunk * place.chunk_rows
+        b = min(place.table.rows, a + place.chunk_rows)
+        laid = self._pool.copy(place.key, self.slot, a, b, out)
+        if self._given_up is not None:
+            raise SaveError(self._given_up)
+        self._guards._note_passed(place.key, chunk)
+        return laid
+
+    def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
+        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
+        return self._pool.untouched(place.key, self.epoch, a, b)
+
+    def give_up(self, why: str) -> None:
+        """It keeps nothing from now on; whoever copies it learns why."""
+        self._given_up = why
+        self._pool.pass_all(self.slot)
+
+    def close(self) -> None:
+        """It needs nothing any more. On any thread; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._pool.pass_all(self.slot)
+            self._guards._note_closed(self)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _aligned(table: Table, rows: int) -> int:
+    """Bytes of ring buffer for so many rows, each component from an aligned place on."""
+    return sum(-(-w * rows // _ALIGN_BYTES) * _ALIGN_BYTES for w in table.widths)
+
+
+def _rows_that_fit(table: Table, buffer_bytes: int) -> int:
+    spare = buffer_bytes - _ALIGN_BYTES * len(table.components)
+    rows = max(1, spare // max(sum(table.widths), 1))
+    return min(rows, max(table.rows, 1))

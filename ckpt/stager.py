@@ -1,0 +1,187 @@
+"""Takes snapshots: decides for each shard whether it is guarded, fenced or copied, and opens them.
+
+On the trainer's thread. What it makes, a `Snapshot`, then belongs to a persist thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ckpt.attach import Attachment
+from ckpt.budget import BUFFERS, share_out
+from ckpt.config import CheckpointConfig
+from ckpt.fence import Copy, StepFence, identity, owned_by_steps
+from ckpt.plan import RankPlan
+from ckpt.proof import RowProof
+from ckpt.ring import Ring
+from ckpt.rows import RowGuards, RowSnapshot
+from ckpt.snapshot import GuardedItems, Snapshot
+from ckpt.staging import Arena
+from ckpt.tree import FlatState, Shard
+from ckpt.types import Clock, EventSink
+
+Waited = Callable[[Literal["overlay", "fence"], float], None]
+Untracked = Callable[[int, str, Sequence[int]], None]
+
+_WORTH_A_FENCE_BYTES = 4 << 20  # less than that is copied in a millisecond
+
+
+class Stager:
+    """The guards, the fence and the ring of one checkpointer.
+
+    Args:
+        upload_bytes: what a writer of the store holds, part of the staging memory.
+        waited: told why ("overlay" or "fence") and how long training waited for a snapshot.
+        untracked: told the step, table and rows of a write that no guard saw.
+        hurry: speeds up what is being persisted.
+    """
+
+    def __init__(  # noqa: PLR0913 - all are injected by the one caller
+        self,
+        config: CheckpointConfig,
+        clock: Clock,
+        sink: EventSink,
+        *,
+        upload_bytes: int,
+        waited: Waited,
+        untracked: Untracked,
+        hurry: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._upload_bytes = upload_bytes
+        self._untracked = untracked
+        self._guarding = config.snapshot == "guarded"
+        self._guards = RowGuards(
+            clock, config.stall_limit_s, hurry, lambda wait_s: waited("overlay", wait_s)
+        )
+        self._attachment = Attachment(self._guards, sink)
+        self._fence: StepFence | None = None
+        if self._guarding:
+            self._fence = StepFence(clock, lambda wait_s: waited("fence", wait_s), hurry)
+        self.ring = self._ring_of(0)
+
+    @property
+    def copied_tables(self) -> Mapping[str, str]:
+        """Tables that a save copies whole, with the reason."""
+        return self._attachment.refused
+
+    def overlay_peak(self) -> tuple[int, float]:
+        """The most bytes of old rows kept since the last call, and their part of the overlay."""
+        peak, self._guards.peak_bytes = self._guards.peak_bytes, 0
+        return peak, peak / max(self._guards.capacity_bytes, 1)
+
+    def guard(self, *objects: Any) -> None:
+        """Find tables and optimizers in modules, optimizers or nests of them; follow what moved.
+
+        Does nothing while a snapshot is open: what is new then is copied by the saves until after.
+        """
+        if not self._guarding or self._guards.busy:
+            return
+        self._attachment.add(*objects)
+        self._attachment.refresh()
+        if not self._guards.laid_out:
+            guards = self._guards
+            budget = share_out(
+                self._config,
+                guards.guarded_bytes,
+                guards.longest_row_bytes,
+                self._upload_bytes,
+            )
+            guards.lay_out(budget.buffer_bytes, budget.overlay_bytes)
+            if budget.buffer_bytes != self.ring.buffer_bytes:
+                self.ring.close()
+                self.ring = self._ring_of(budget.buffer_bytes)
+
+    def touched(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """`rows` of a tensor, None: all, are about to be changed by hand."""
+        self._attachment.touched(tensor, rows)
+        if self._fence is not None:
+            self._fence.finish()
+
+    def stage(self, step: int, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
+        """Fix the state of this rank's shards as it is now."""
+        shards = plan.shards(flat)
+        rows = self._guards.open() if self._guards.guarded_bytes else None
+        try:
+            snapshot = self._stage(shards, plan, rows, arena)
+        except BaseException:
+            if rows is not None:
+                rows.close()
+            raise
+        if rows is not None:
+            places = [t.place for t in snapshot.tables]
+            proof = self._config.proof
+            snapshot.proof = RowProof(
+                rows, places, proof, lambda table, found: self._untracked(step, table, found)
+            )
+        snapshot.fix_if_copied()
+        return snapshot
+
+    def close(self) -> None:
+        """Take all hooks off. What is open by then is no longer followed."""
+        if self._fence is not None:
+            self._fence.finish()
+            self._fence.close()
+        self._attachment.detach()
+
+    def _stage(
+        self, shards: list[Shard], plan: RankPlan, rows: RowSnapshot | None, arena: Arena
+    ) -> Snapshot:
+        tables, rest = _guarded(shards, rows)
+        homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
+        fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
+        dense = None
+        if fenced:
+            assert self._fence is not None
+            items = plan.plan.items
+            dense = self._fence.open(
+                [Copy(items[n].index.fqn, shards[n].tensor, homes[n]) for n in fenced]
+            )
+        now = [n for n in rest if n not in fenced]
+        arena.stage([shards[n] for n in now], [homes[n] for n in now])
+        return Snapshot(
+            tables=tables,
+            staged=[(n, homes[n]) for n in rest],
+            arena=arena,
+            rows=rows,
+            dense=dense,
+            pressure_of=self._guards.pressure,
+        )
+
+    def _fenced(self, rest: list[int], shards: list[Shard], plan: RankPlan) -> set[int]:
+        """Which of these items only optimizers' steps change, if there is enough of them."""
+        if self._fence is None:
+            return set()
+        owned = owned_by_steps(self._attachment.optimizers, self._attachment.lookup_tensors())
+        unsteady = self._fence.unsteady
+        names = [item.index.fqn for item in plan.plan.items]
+        found = {
+            n for n in rest if names[n] not in unsteady and identity(shards[n].tensor) in owned
+        }
+        nbytes = sum(shards[n].tensor.nbytes for n in found)
+        return found if nbytes >= _WORTH_A_FENCE_BYTES else set()
+
+    def _ring_of(self, nbytes: int) -> Ring:
+        size = nbytes or share_out(self._config, 0, 0, self._upload_bytes).buffer_bytes
+        return Ring(BUFFERS, size, pinned=torch.cuda.is_available())
+
+
+def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:
+    """The items that are guarded, by table, and the others."""
+    tables: dict[int, GuardedItems] = {}
+    rest = []
+    for n, shard in enumerate(shards):
+        place = rows.find(shard.tensor) if rows is not None else None
+        if place is None:
+            rest.append(n)
+            continue
+        width = len(place.table.components)
+        table = tables.setdefault(id(place.table), GuardedItems(place, [None] * width))
+        if table.items[place.component] is None:
+            table.items[place.component] = n
+        else:  # the state has this tensor under two keys
+            rest.append(n)
+    return list(tables.values()), rest
