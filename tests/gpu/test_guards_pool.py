@@ -147,7 +147,7 @@ def test_opening_comes_after_what_was_enqueued_before() -> None:
 
 def test_ring_buffers_are_pinned_and_released() -> None:
     torch.zeros(1, device="cuda")
-    ring = Ring(1, BUFFER, pinned=True)
+    ring = Ring(2, BUFFER, pinned=True)
     for _ in range(3):
         buffer = ring.take()
         assert buffer._pinned

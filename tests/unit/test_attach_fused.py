@@ -16,6 +16,8 @@ from ckpt import native
 from ckpt.attach import Attachment
 from ckpt.events import ListSink
 from ckpt.rows import RowGuards
+from ckpt.rows.device import HostDevice
+from ckpt.rows.device_pool import DevicePool
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import SystemClock
 from tests.unit.attach_recorder import Recorder, train
@@ -198,6 +200,30 @@ def test_several_features_of_one_table() -> None:
     assert changed == {"model.t0": {1, 2, 3, 4}, "model.t1": {5, 6}} == recorder.touched()
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # fbgemm's own hook
+def test_gradients_rewritten_before_the_update() -> None:
+    """fbgemm's writeback hook wraps the output; the announcement still comes before the update."""
+    module = lookup(
+        Optim.EXACT_SGD,
+        dims=(8,),
+        extra_optimizer_config=tbe.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True),
+    )
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, torch.tensor([4, 2, 4]), torch.arange(4))
+    assert changed == {"model.t0": {2, 4}} == recorder.touched()
+    assert recorder.groups[0].calls == 1
+
+
+@pytest.mark.parametrize("precision", ["FP16", "FP32"])
+def test_half_precision_with_stochastic_rounding(precision: str) -> None:
+    module = lookup(weights_precision=configs.SparseType[precision], stochastic_rounding=True)
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, *batch())
+    assert changed == recorder.touched()
+
+
 def test_empty_batches() -> None:
     module = lookup()
     _, recorder = guarded(module)
@@ -349,6 +375,28 @@ def test_modules_may_die() -> None:
     assert not recorder.groups
 
 
+def test_tables_put_in_the_place_of_others_are_found() -> None:
+    """As resharding does."""
+    model = nn.ModuleDict({"x": lookup(), "y": lookup(), "z": nn.Embedding(5, 2, sparse=True)})
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    attachment.add(model)
+    for name in ("x", "z"):
+        kept = model[name]
+        model[name] = lookup() if name == "x" else nn.Embedding(5, 2, sparse=True)
+        del kept
+        gc.collect()
+        attachment.add(model)
+        attachment.refresh()
+    assert sorted(recorder.tables()) == [f"{m}.t{n}" for m in "xy" for n in range(3)]
+    assert list(attachment.refused) == ["z"]
+    assert all(len(model[m]._forward_hooks) == 1 for m in "xy")
+    with recorder.watch() as changed:
+        train(model["x"], *batch())
+        train(model["y"], *batch())
+    assert changed == recorder.touched()
+
+
 def test_touched_by_hand() -> None:
     module = lookup()
     attachment, recorder = guarded(module)
@@ -422,7 +470,7 @@ def test_what_this_machine_cannot_run_is_judged_by_its_settings() -> None:
     assert "newer rows may be in its cache" in (judged(weights_physical_placements=cached) or "")
 
 
-@pytest.mark.parametrize("pool", ["native", "torch"])
+@pytest.mark.parametrize("pool", ["native", "torch", "device"])
 def test_real_guards_give_the_state_at_opening(pool: str) -> None:
     if pool == "native" and native.load() is None:
         pytest.skip("the native part wasn't built: no C compiler at installation")
@@ -430,6 +478,8 @@ def test_real_guards_give_the_state_at_opening(pool: str) -> None:
     guards = RowGuards(SystemClock(), 5.0)
     if pool == "torch":
         guards._pool = TorchPool()
+    elif pool == "device":
+        guards._pool = DevicePool(HostDevice())
     attachment = Attachment(guards, ListSink())
     attachment.add(module)
     guards.lay_out(1 << 16, 1 << 22)
