@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt.errors import BadInputError
+
 
 class Mark(Protocol):
     """A moment in a stream's work."""
@@ -63,7 +65,7 @@ class Device(Protocol):
 def upload(device: Device, numbers: Sequence[int]) -> torch.Tensor:
     """Numbers as int64 of shape (len(numbers),) on the device, in the order of the current stream."""
     there = device.host((len(numbers),), torch.int64)
-    there.copy_(torch.tensor(numbers, dtype=torch.int64))
+    there.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
     return there.to(device.device, non_blocking=True)
 
 
@@ -96,7 +98,7 @@ class HostDevice:
         pass
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 class _Now:
@@ -125,6 +127,12 @@ class CudaDevice:
         return torch.cuda.current_stream(self.device)
 
     def mark(self) -> Mark:
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                raise BadInputError(
+                    "guarded state is changed inside of a CUDA graph, whose replays no guard sees; leave "
+                    'lookups and optimizer steps out of it, or save with snapshot = "copied"'
+                )
         return _Event(self.device)
 
     @contextlib.contextmanager
@@ -136,7 +144,7 @@ class CudaDevice:
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
 
 class _Event:

@@ -222,8 +222,10 @@ class DeviceMachine(Machine):
     pool = "device"
 
 
-for machine in (Machine, TorchMachine, DeviceMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+for machine, examples in ((Machine, 40), (TorchMachine, 40), (DeviceMachine, 25)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None
+    )
 TestTorch = TorchMachine.TestCase
 TestDevice = DeviceMachine.TestCase
 
