@@ -128,7 +128,7 @@ class CudaDevice:
 
     def mark(self) -> Mark:
         with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            if torch.cuda.is_current_stream_capturing():
                 raise BadInputError(
                     "guarded state is changed inside of a CUDA graph, whose replays no guard sees; leave "
                     'lookups and optimizer steps out of it, or save with snapshot = "copied"'

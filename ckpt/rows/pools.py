@@ -77,6 +77,8 @@ class Pools:
         if not keys:
             return None
         pool = self._of[keys[0]]
+        # Rows given by hand may be anywhere; those of lookups are where their tables are.
+        ids = ids.to(keys[0].table.components[0].device)
         if pool is self._host and isinstance(bounds, torch.Tensor):
             bounds = bounds.tolist()
         return pool.touch(keys, ids, bounds, start)
