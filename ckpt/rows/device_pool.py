@@ -38,62 +38,18 @@ no snapshot needs any more go, in one pass; that is the only time when `touch` w
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ckpt.native import PARTS, SLOTS
 from ckpt.rows.bank import Bank, DeviceTable, likeness
 from ckpt.rows.device import Device, Mark, fetch, upload
+from ckpt.rows.lookup import Lookup, Touched, lookup_of, touched_by
 from ckpt.rows.pool import Stop, Table, nbytes
 
 _NEVER = 1 << 62
-
-
-@dataclass(frozen=True, eq=False)
-class _Lookup:
-    """What is constant of the tables of a call: per segment, and at the end for ids of none.
-
-    A call of one table has numbers in place of tensors. starts: per bank and component.
-    """
-
-    keys: tuple[DeviceTable, ...]
-    base: torch.Tensor | int
-    rows: torch.Tensor | int
-    bank: torch.Tensor | int
-    banks: tuple[Bank, ...]
-    starts: tuple[tuple[torch.Tensor | int | None, ...], ...]
-
-    def keep(self, device: Device) -> None:
-        """Its memory is used in the current stream, too."""
-        for number in (self.base, self.rows, self.bank, *itertools.chain(*self.starts)):
-            if isinstance(number, torch.Tensor):
-                device.keep(number)
-
-
-@dataclass(eq=False)
-class _Touched:
-    """Ids of one call. rows: within their tables; flat: among those of all tables."""
-
-    segment: torch.Tensor | None
-    rows: torch.Tensor
-    flat: torch.Tensor
-
-    def sort(self) -> None:
-        """Equal rows together: only the first of them is kept."""
-        self.flat, order = self.flat.sort()
-        self.rows = self.rows.index_select(0, order)
-        if self.segment is not None:
-            self.segment = self.segment.index_select(0, order)
-
-    def each(self, per_segment: torch.Tensor | int) -> torch.Tensor | int:
-        """The value of each id's segment."""
-        if self.segment is None or isinstance(per_segment, int):
-            return per_segment
-        return per_segment.index_select(0, self.segment)
 
 
 class DevicePool:
@@ -108,7 +64,7 @@ class DevicePool:
         self._tags = torch.zeros(1, dtype=torch.uint8, device=device.device)
         self._placed = True
         self._banks: list[Bank] = []
-        self._lookups: dict[tuple[DeviceTable, ...], _Lookup] = {}
+        self._lookups: dict[tuple[DeviceTable, ...], Lookup] = {}
         self._training = threading.RLock()
         self._reading = threading.Lock()
         self._stream: object = None
@@ -190,7 +146,7 @@ class DevicePool:
                 # In pieces that fit an empty area, else a big batch would wait for ever.
                 most = min((b.capacity for b in wanting), default=end - at)
                 upto = min(end, at + most)
-                touched = self._touched(lookup, ids[at:upto], edges, at)
+                touched = touched_by(lookup, ids[at:upto], edges, at)
                 if wanting and not self._keep(lookup, wanting, touched):
                     self._publish(lookup)
                     return Stop(0, at)
@@ -308,56 +264,13 @@ class DevicePool:
         self._lookups = {}
         self._placed = True
 
-    def _lookup(self, keys: tuple[DeviceTable, ...]) -> _Lookup:
+    def _lookup(self, keys: tuple[DeviceTable, ...]) -> Lookup:
         known = self._lookups.get(keys)
         if known is None:
-            known = self._lookups[keys] = self._made(keys)
+            known = self._lookups[keys] = lookup_of(self._device, keys, self._tags.numel() - 1)
         return known
 
-    def _made(self, keys: tuple[DeviceTable, ...]) -> _Lookup:
-        banks = tuple(dict.fromkeys(k.bank for k in keys if k.bank is not None))
-        number = {bank: n for n, bank in enumerate(banks)}
-        nowhere = self._tags.numel() - 1
-
-        def per_segment(values: Sequence[int], last: int) -> torch.Tensor | int:
-            return values[0] if len(keys) == 1 else upload(self._device, [*values, last])
-
-        starts = []
-        for bank in banks:
-            mine = [k.number if k.bank is bank else None for k in keys]
-            starts.append(
-                tuple(
-                    None
-                    if r is None
-                    else per_segment([0 if m is None else r.starts[m] for m in mine], 0)
-                    for r in bank.rows
-                )
-            )
-        return _Lookup(
-            keys,
-            base=per_segment([k.base if k.table.rows else nowhere for k in keys], nowhere),
-            rows=per_segment([k.table.rows for k in keys], 0),
-            bank=per_segment([-1 if k.bank is None else number[k.bank] for k in keys], -1),
-            banks=banks,
-            starts=tuple(starts),
-        )
-
-    def _touched(
-        self, lookup: _Lookup, ids: torch.Tensor, edges: torch.Tensor | None, at: int
-    ) -> _Touched:
-        segment = None
-        if edges is not None and len(lookup.keys) > 1:
-            places = torch.arange(at, at + ids.numel(), device=edges.device)
-            segment = torch.searchsorted(edges, places, right=True) - 1
-            segment = segment.remainder_(len(lookup.keys) + 1)  # before the first: of none
-        touched = _Touched(segment, ids.long(), ids)
-        rows = touched.rows
-        good = (rows >= 0) & (rows < touched.each(lookup.rows))
-        touched.rows = torch.where(good, rows, 0)
-        touched.flat = touched.rows + touched.each(lookup.base)
-        return touched
-
-    def _wanting(self, lookup: _Lookup) -> list[Bank]:
+    def _wanting(self, lookup: Lookup) -> list[Bank]:
         """The banks that some open snapshot wants rows in; those of the others are emptied."""
         wanting: list[Bank] = []
         slots = [s for s in range(SLOTS) if self._open[s]]
@@ -372,7 +285,7 @@ class DevicePool:
                 wanting.append(bank)
         return wanting
 
-    def _keep(self, lookup: _Lookup, wanting: Sequence[Bank], touched: _Touched) -> bool:
+    def _keep(self, lookup: Lookup, wanting: Sequence[Bank], touched: Touched) -> bool:
         """Keep the old values that open snapshots lack; False, and nothing is, if there's no room."""
         touched.sort()
         flat = touched.flat
@@ -399,13 +312,13 @@ class DevicePool:
             bank.append(flat, before, self._epoch, mask, sources)
         return True
 
-    def _frontier(self, lookup: _Lookup, slot: int) -> torch.Tensor | int:
+    def _frontier(self, lookup: Lookup, slot: int) -> torch.Tensor | int:
         """Per segment the first row, among those of all tables, that a snapshot lacks."""
         lacks = [k.base + k.upto[slot] for k in lookup.keys]
         return lacks[0] if len(lacks) == 1 else upload(self._device, [*lacks, _NEVER])
 
     @staticmethod
-    def _of(lookup: _Lookup, bank: Bank, lacked: torch.Tensor, touched: _Touched) -> torch.Tensor:
+    def _of(lookup: Lookup, bank: Bank, lacked: torch.Tensor, touched: Touched) -> torch.Tensor:
         if len(lookup.banks) == 1 and touched.segment is None:
             return lacked
         return lacked & (touched.each(lookup.bank) == lookup.banks.index(bank))
@@ -429,7 +342,7 @@ class DevicePool:
             self._reading.release()
         return room >= 0
 
-    def _publish(self, lookup: _Lookup) -> None:
+    def _publish(self, lookup: Lookup) -> None:
         """What was enqueued until now is to be waited for by whoever reads it."""
         self._last = self._device.mark()
         for bank in lookup.banks:

@@ -222,7 +222,7 @@ class DeviceMachine(Machine):
     pool = "device"
 
 
-for machine, examples in ((Machine, 40), (TorchMachine, 40), (DeviceMachine, 25)):
+for machine, examples in ((Machine, 40), (TorchMachine, 40), (DeviceMachine, 15)):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )
