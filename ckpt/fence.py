@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import UntrackedWriteError
@@ -24,11 +26,19 @@ _PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait f
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor of the state, by its key, and the host memory of its shape that it's copied to."""
+    """A tensor of the state, by its key, and the host memory of its shape that it's copied to.
+
+    whole: what `live` is a part of, where that counts changes apart: a DTensor.
+    """
 
     fqn: str
     live: torch.Tensor
     home: torch.Tensor
+    whole: torch.Tensor | None = None
+
+    def version(self) -> tuple[int, int]:
+        """Rises with every in-place operation; writes through `.data` don't count."""
+        return self.live._version, self.whole._version if self.whole is not None else 0
 
 
 class StepFence:
@@ -85,19 +95,19 @@ class DenseCopy:
         self._hurry = hurry
         self._unsteady = unsteady
         self._changed = threading.Condition()
-        self._versions = [(c, c.live._version) for c in copies]
-        self._left = {c.fqn: 0 for c in copies}
-        self._pieces: list[tuple[Copy, torch.Tensor, torch.Tensor]] = []
+        self._copies = copies
+        self._versions = [c.version() for c in copies]
+        self._left = [0 for _ in copies]
+        self._pieces: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._events: list[torch.cuda.Event] = []
         on_device = [c for c in copies if c.live.is_cuda]
-        for c in copies:
+        for n, c in enumerate(copies):
             if not c.live.is_cuda:
-                pieces = list(_pieces(c))
-                self._left[c.fqn] = len(pieces)
+                pieces = [(n, live, home) for live, home in _pieces(c)]
+                self._left[n] = len(pieces)
                 self._pieces += pieces
         self._next = 0
         self._running = 0
-        self._version_of = {c.fqn: v for c, v in self._versions}
         self.overwritten: list[str] = []
         self._copy_from_devices(on_device)
 
@@ -155,7 +165,7 @@ class DenseCopy:
         with self._changed:
             if self._next >= len(self._pieces):
                 return False
-            copy, live, home = self._pieces[self._next]
+            n, live, home = self._pieces[self._next]
             self._next += 1
             self._running += 1
         try:
@@ -163,11 +173,11 @@ class DenseCopy:
         finally:
             with self._changed:
                 self._running -= 1
-                self._left[copy.fqn] -= 1
-                # In-place operations count up; the last piece was copied before this look.
-                if not self._left[copy.fqn] and copy.live._version != self._version_of[copy.fqn]:
-                    self.overwritten.append(copy.fqn)
-                    self._unsteady.add(copy.fqn)
+                self._left[n] -= 1
+                # The last piece was copied before this look.
+                if not self._left[n] and self._copies[n].version() != self._versions[n]:
+                    self.overwritten.append(self._copies[n].fqn)
+                    self._unsteady.add(self._copies[n].fqn)
                 if not self._running:
                     self._changed.notify_all()
         return True
@@ -207,16 +217,32 @@ def owned_by_steps(
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Names a tensor's memory as it is used: two with one identity are the same values."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, lazy
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from group["params"]
+            for parameter in group["params"]:
+                yield from _local_parts(parameter)
         for state in optimizer.state.values():
             values = state.values() if isinstance(state, dict) else (state,)
-            yield from (v for v in values if isinstance(v, torch.Tensor))
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    yield from _local_parts(value)
+
+
+def _local_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The memory on this rank: wrappers that span ranks have none of their own."""
+    if isinstance(tensor, ShardedTensor):
+        yield from (s.tensor for s in tensor.local_shards())
+    elif isinstance(tensor, DTensor):
+        yield from _local_parts(tensor._local_tensor)
+    elif callable(parts := getattr(tensor, "local_shards", None)):  # TorchRec's, in a DTensor
+        yield from parts()
+    else:
+        yield tensor
 
 
 def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
@@ -224,12 +250,12 @@ def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
     home.copy_(live)
 
 
-def _pieces(copy: Copy) -> Iterator[tuple[Copy, torch.Tensor, torch.Tensor]]:
+def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A tensor in pieces of some megabytes; one whose memory isn't contiguous, whole."""
     if not copy.live.is_contiguous():
-        yield copy, copy.live, copy.home
+        yield copy.live, copy.home
         return
     live, home = copy.live.reshape(-1), copy.home.reshape(-1)
     step = max(1, _PIECE_BYTES // copy.live.element_size())
     for a in range(0, live.numel(), step):
-        yield copy, live[a : a + step], home[a : a + step]
+        yield live[a : a + step], home[a : a + step]
