@@ -212,8 +212,11 @@ class Checkpointer:
     ) -> SaveHandle:
         """Fix a snapshot of `state` and persist it in the background. Collective: call on every rank.
 
-        When this returns the snapshot is complete: everything may be changed at once. It costs
-        a copy into host memory, and by the policy `when_busy` a wait for an earlier save.
+        When this returns the snapshot is fixed. Guarded tables and what optimizers own may from
+        then on be changed by training only, until `handle.staged` is done: anything else must
+        call `touched` first, or the save fails and names it. All else was copied and may be
+        changed at once; with `snapshot = "copied"`, everything may. What it costs is that copy,
+        and by the policy `when_busy` a wait for an earlier save.
 
         Raises BadInputError for state that can't be stored (by key), annotations that aren't
         strings, or a step that isn't above the last one; SaveError once `raise_after_failures`

@@ -222,27 +222,18 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """This rank's memory of all parameters and state tensors."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield from _local_parts(parameter)
+        if any(c.__name__ == "FusedOptimizer" for c in type(optimizer).__mro__):
+            continue  # TorchRec's: a lookup's backward is its step
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         for state in optimizer.state.values():
-            values = state.values() if isinstance(state, dict) else (state,)
-            for value in values:
-                if isinstance(value, torch.Tensor):
-                    yield from _local_parts(value)
-
-
-def _local_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The memory on this rank: wrappers that span ranks have none of their own."""
-    if isinstance(tensor, ShardedTensor):
-        yield from (s.tensor for s in tensor.local_shards())
-    elif isinstance(tensor, DTensor):
-        yield from _local_parts(tensor._local_tensor)
-    elif callable(parts := getattr(tensor, "local_shards", None)):  # TorchRec's, in a DTensor
-        yield from parts()
-    else:
-        yield tensor
+            held += state.values() if isinstance(state, dict) else (state,)
+        for tensor in held:
+            if isinstance(tensor, DTensor):
+                yield tensor._local_tensor
+            elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
+                yield tensor
 
 
 def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
