@@ -218,7 +218,14 @@ def owned_by_steps(
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Names a tensor's memory as it is used: two with one identity are the same values."""
     lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, lazy
+    return (
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        lazy,
+    )
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
