@@ -129,9 +129,14 @@ class Machine(RuleBasedStateMachine):
         self.checkpointer.turnstile.close()
         self.check()
 
-    @rule(nth=st.integers(1, 60), op=st.sampled_from(["write", "finish", "put", "create"]))
-    def break_storage(self, nth: int, op: str) -> None:
-        self.storage.on(op).nth(nth).fail(StorageError("injected: the store is down"))
+    @rule(
+        nth=st.integers(1, 40),
+        where=st.sampled_from(
+            [("write", "data/*"), ("finish", "data/*"), ("create", "data/*"), ("create", "commits/*")]
+        ),
+    )
+    def break_storage(self, nth: int, where: tuple[str, str]) -> None:
+        self.storage.on(*where).nth(nth if where[0] == "write" else 1 + nth % 3).fail(StorageError("injected: the store is down"))
         self.breakable = True
 
     @rule(

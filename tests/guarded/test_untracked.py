@@ -107,7 +107,7 @@ def test_sampled_proof_always_finds_a_change_of_a_whole_table(table: int, copied
 def test_sampled_proof_finds_a_change_of_all_optimizer_state() -> None:
     run = Run()
     run.save()
-    run.job.users.state[run.job.model.users.weight]["exp_avg_sq"].mul_(0.5)
+    run.job.users.state[run.job.model.users.weight]["exp_avg_sq"].add_(1)
     assert isinstance(run.finish(), UntrackedWriteError)
 
 
