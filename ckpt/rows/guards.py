@@ -191,20 +191,33 @@ class RowGuards:
     def open(self) -> RowSnapshot:
         """Fix the rows of all tables as they are now. On the training thread; copies nothing.
 
+        Once in a hundred snapshots it waits until no other one is open.
+
         Raises BadInputError if too many snapshots are open.
         """
         self._settle()
-        if self._epoch == _LAST_EPOCH and not self._open:
-            self._pool.age(_AGE_BY)
-            self._epoch -= _AGE_BY
+        if self._epoch == _LAST_EPOCH:
+            self._start_over()
         free = [s for s in range(SLOTS) if s not in self._open]
-        if not free or self._epoch == _LAST_EPOCH:
+        if not free:
             raise BadInputError(f"{len(self._open)} snapshots are open already; lower max_pending")
         self._epoch += 1
         snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
         self._open[free[0]] = snapshot
         self._pool.open(free[0], self._epoch)
         return snapshot
+
+    def _start_over(self) -> None:
+        """Make all tags older: there are no higher ones. Open snapshots compare tags by their age."""
+
+        def none_open() -> bool:
+            self._settle()
+            return not self._open
+
+        if self._open:
+            self._wait(none_open)  # after which what is open has been given up
+        self._pool.age(_AGE_BY)
+        self._epoch -= _AGE_BY
 
     def _touch(self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int]) -> None:
         if self._passed or self._closed:
@@ -341,8 +354,14 @@ class RowSnapshot:
         return laid
 
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
-        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
-        return self._pool.untouched(place.key, self.epoch, a, b)
+        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,).
+
+        Raises SaveError if the snapshot has been given up.
+        """
+        rows = self._pool.untouched(place.key, self.epoch, a, b)
+        if self._given_up is not None:
+            raise SaveError(self._given_up)
+        return rows
 
     def give_up(self, why: str) -> None:
         """It keeps nothing from now on; whoever copies it learns why."""
