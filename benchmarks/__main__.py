@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import limits, report, stall
+from benchmarks import interference, limits, memory, persist, report, scale, stall
 from benchmarks.report import Report
 
 BENCHMARKS: dict[
@@ -16,6 +16,10 @@ BENCHMARKS: dict[
 ] = {
     "limits": (limits.add_options, limits.run),
     "stall": (stall.add_options, stall.run),
+    "memory": (memory.add_options, memory.run),
+    "interference": (interference.add_options, interference.run),
+    "persist": (persist.add_options, persist.run),
+    "scale": (scale.add_options, scale.run),
 }
 
 

@@ -74,10 +74,12 @@ def show(name: str, report: Report) -> None:
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
     table = Table(title=name)
-    for key in report.columns:
-        table.add_column(key, justify="left" if key in ("name", "mode") else "right")
+    columns = [k for k in report.columns if any(r.get(k) is not None for r in report.rows)]
+    for key in columns:
+        named = key in ("name", "mode")
+        table.add_column(key, justify="left" if named else "right", no_wrap=named)
     for row in report.rows:
-        table.add_row(*(_cell(row.get(key)) for key in report.columns))
+        table.add_row(*(_cell(row.get(key)) for key in columns))
     console.print(table)
     for row in report.rows:
         if row.get("status", "ok") != "ok":

@@ -20,10 +20,15 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class Sample:
-    """At monotonic time `at`: bytes of all trees, CPU seconds of them and of the whole machine."""
+    """At monotonic time `at`: bytes of all trees, CPU seconds of them and of the whole machine.
+
+    memory_bytes: private pages (RssAnon), and shared memory (RssShmem) once a tree.
+    files_bytes: pages of mapped files (RssFile), which the kernel can take back at any time.
+    """
 
     at: float
     memory_bytes: int
+    files_bytes: int
     own_cpu_s: float
     all_cpu_s: float
 
@@ -48,6 +53,9 @@ class Watch:
     def peak_bytes(self, start: float, end: float) -> int:
         return max((s.memory_bytes for s in self._between(start, end)), default=0)
 
+    def peak_files_bytes(self, start: float, end: float) -> int:
+        return max((s.files_bytes for s in self._between(start, end)), default=0)
+
     def others_cores(self, start: float, end: float) -> float:
         """How many cores everybody else kept busy, on average, the kernel's own threads included."""
         seen = self._between(start, end)
@@ -65,9 +73,10 @@ class Watch:
         while not self._stop.wait(EVERY_S):
             if len(self.samples) % LOOK_EVERY == 0:
                 trees = [_tree(pid) for pid in self.pids]
-            memory = sum(_memory(tree) for tree in trees)
+            memory = [_memory(tree) for tree in trees]
             own = sum(_cpu_s(pid) for tree in trees for pid in tree)
-            self.samples.append(Sample(time.monotonic(), memory, own, machine_cpu_s()))
+            private, files = sum(m[0] for m in memory), sum(m[1] for m in memory)
+            self.samples.append(Sample(time.monotonic(), private, files, own, machine_cpu_s()))
 
 
 def machine_cpu_s() -> float:
@@ -86,16 +95,18 @@ def wait_until_calm(at_most_s: float, *, cores: float = 0.25) -> None:
             return
 
 
-def _memory(tree: Sequence[int]) -> int:
-    """Private memory of all processes, and once what they share. Mapped files don't count."""
-    anonymous, shared = 0, 0
+def _memory(tree: Sequence[int]) -> tuple[int, int]:
+    """Private memory of all processes with once what they share, and their pages of mapped files."""
+    anonymous, shared, files = 0, 0, 0
     for pid in tree:
         for line in _read(f"/proc/{pid}/status").splitlines():
             if line.startswith("RssAnon:"):
                 anonymous += int(line.split()[1]) * _KIB
             elif line.startswith("RssShmem:"):
                 shared = max(shared, int(line.split()[1]) * _KIB)
-    return anonymous + shared
+            elif line.startswith("RssFile:"):
+                files += int(line.split()[1]) * _KIB
+    return anonymous + shared, files
 
 
 def _cpu_s(pid: int) -> float:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ckpt.config import Priority, WhenBusy
 from ckpt.events import LogSink
-from ckpt.threads import WriteThreads
+from ckpt.threads import WriteThreads, use_one_core
 from ckpt.types import EventSink
 
 Slot = TypeVar("Slot")
@@ -116,6 +116,7 @@ class Engine(Generic[Slot]):
         return drained
 
     def _loop(self) -> None:
+        use_one_core()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closed)

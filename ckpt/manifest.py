@@ -140,6 +140,21 @@ class OriginRecord:
 Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord)
 
 
+def _fields(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+# Fields and their types. Found once: thousands of receipts are read for one commit.
+_FIELDS: Mapping[type, dict[str, Any]] = {
+    kind: _fields(kind)
+    for kind in (
+        *(RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord),
+        *(FileEntry, CommitRef),
+    )
+}
+
+
 def canonical(value: Json) -> bytes:
     """The one way we spell a JSON value, so that equal values have equal bytes."""
     return json.dumps(
@@ -159,8 +174,8 @@ def decode(kind: type[Record], data: Buffer, key: str) -> Record:
     UnsupportedFormatError if another version of the format wrote it; both name `key`.
     """
     body = unseal(kind.KIND, data, key)
-    hints = get_type_hints(kind)
-    names = [f.name for f in fields(kind)]
+    hints = _FIELDS[kind]
+    names = list(hints)
     if set(body) != set(names):
         raise CorruptError(
             f"{key}: a {kind.KIND} record has fields {sorted(names)}, found {sorted(body)}"
@@ -220,9 +235,9 @@ def _field(value: Any, hint: Any, what: str) -> Any:
             raise CorruptError(f"{what}: expected a list")
         return tuple(_field(v, args[0], what) for v in value)
     if hint in (FileEntry, CommitRef):
-        if not isinstance(value, dict) or set(value) != {f.name for f in fields(hint)}:
+        sub = _FIELDS[hint]
+        if not isinstance(value, dict) or set(value) != set(sub):
             raise CorruptError(f"{what}: expected a {hint.__name__}")
-        sub = get_type_hints(hint)
         return hint(**{k: _field(v, sub[k], f"{what}.{k}") for k, v in value.items()})
     if getattr(hint, "__origin__", None) is dict:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):

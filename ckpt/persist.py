@@ -61,7 +61,6 @@ class Persister:
         storage, coordinator, attempt, config, clock: of this rank and this attempt.
         pump: makes what writes a snapshot, when its writing begins.
         sink: told of each save that this rank has written. Must not raise.
-        pause: waits so many seconds between two looks into storage.
     """
 
     def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and have defaults
@@ -74,7 +73,6 @@ class Persister:
         *,
         pump: Callable[[Snapshot], Pump],
         sink: EventSink | None = None,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._storage = storage
         self._coordinator = coordinator
@@ -83,7 +81,6 @@ class Persister:
         self._clock = clock
         self._pump = pump
         self._sink = sink
-        self._pause = pause
         self._parent = attempt.parent
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
         # unlisted is garbage.
@@ -106,9 +103,11 @@ class Persister:
         if self._coordinator.rank != 0:
             outcome = self._hear(save, tag, report)
         else:
-            outcome = self._commit(save, tag, report)
-            with suppress(StorageError):  # without the job's store the others look into storage
+            outcome, ended = self._commit(save, tag, report)
+            with suppress(StorageError):  # without the job's store the others look into storage,
                 self._coordinator.announce(tag, outcome)
+                if ended:  # and may commit what must not be swept meanwhile
+                    self.settled = save.sequence
             if "commit" in outcome:
                 self._tidy(save.sequence)
         if "error" in outcome:
@@ -158,7 +157,7 @@ class Persister:
         try:
             for n in range(_LOOKS):
                 if n:
-                    self._pause(_LOOK_EVERY_S)
+                    time.sleep(_LOOK_EVERY_S)
                 ref = committed(self._storage, attempt.epoch, save.step, attempt.token, save_id)
                 if ref is None:
                     written = written_save(self._storage, prefix, attempt.world_size)
@@ -174,19 +173,22 @@ class Persister:
             return describe(SaveError(f"{type(e).__name__}: {e}"))
         return describe(silence)
 
-    def _commit(self, save: StagedSave, tag: str, report: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: wait for all receipts, commit, and say how it ended."""
+    def _commit(
+        self, save: StagedSave, tag: str, report: dict[str, Any]
+    ) -> tuple[dict[str, Any], bool]:
+        """Rank 0: wait for all receipts and commit; how it ended, and whether on every rank."""
         try:
-            try:
-                reports = self._coordinator.collect(tag, report, self._left_s(save))
-            except StorageError as silence:
-                if "error" in report:
-                    return report
-                return self._look(save, silence)
-            # A rank that skips tells so at once, while its thread may still write an earlier save.
-            if not any(r.get("error") == SaveSkippedError.__name__ for r in reports):
-                self.settled = save.sequence
-            self._collected.add(save.sequence)
+            reports = self._coordinator.collect(tag, report, self._left_s(save))
+        except StorageError as silence:
+            return report if "error" in report else self._look(save, silence), False
+        self._collected.add(save.sequence)
+        # A rank that skips tells so at once, while its thread may still write an earlier save.
+        ended = not any(r.get("error") == SaveSkippedError.__name__ for r in reports)
+        return self._agree(reports), ended
+
+    def _agree(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0: commit what all ranks have reported."""
+        try:
             for rank, r in enumerate(reports):
                 if "error" in r:
                     return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}

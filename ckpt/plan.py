@@ -1,5 +1,7 @@
-"""Which rank writes which shard: DCP's planner, run once per schema on the main thread.
+"""Which rank writes which shard: planned once per schema on the main thread.
 
+DCP's planner lists what a rank has. Who writes what several have is decided here, by DCP's rule:
+its own code for that makes many objects of each shard, and a large job has a million shards.
 DCP's own plan cache is keyed by class name and ignores dtypes. This one is keyed by names,
 dtypes, shapes, shards and world size, and it caches layout only, never tensors.
 """
@@ -11,24 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
+from ckpt.index import Box, find_overlap
 from ckpt.manifest import canonical
-from ckpt.tree import FlatState, Shard, host_bytes, torch_dtype
+from ckpt.tree import FlatState, Shard, host_bytes
 
 Payload = dict[str, Any]
 Decide = Callable[[Payload, Callable[[list[Payload]], Any]], Any]
@@ -64,12 +56,15 @@ def make_plan(flat: FlatState, rank: int, world_size: int, decide: Decide) -> Ra
     planner = _planner()
     planner.set_up_planner({n: leaf.source for n, leaf in flat.leaves.items()}, None, False)
     items = [i for i in planner.create_local_plan().items if not _is_empty_shard(i)]
+    leaves: Payload = {n: [x.kind, x.dtype, *x.shape] for n, x in flat.leaves.items()}
+    listed = [_listed(i) for i in items]
     mine: Payload = {
-        "leaves": {n: _leaf_schema(flat, n) for n in flat.leaves},
+        "leaves": leaves,
         "replicas": {
             n: _content(flat, n) for n, x in flat.leaves.items() if x.kind == "replicated"
         },
-        "items": [_item_to_json(i) for i in items],
+        "items": listed,
+        "digest": digest_of(canonical([leaves, listed])),
     }
     answer = decide(mine, _global_plan)
     kept = [items[k] for k in answer["keep"][rank]]
@@ -77,39 +72,68 @@ def make_plan(flat: FlatState, rank: int, world_size: int, decide: Decide) -> Ra
 
 
 def _global_plan(payloads: list[Payload]) -> Payload:
-    """Rank 0's part: check that the ranks agree, then let DCP's planner drop the duplicates."""
-    _check_agreement(payloads)
-    plans = [SavePlan([_item_from_json(i) for i in p["items"]]) for p in payloads]
-    positions = [{item.index: k for k, item in enumerate(plan.items)} for plan in plans]
-    planner = _planner()
-    planner.set_up_planner({}, None, True)
-    try:
-        global_plans, _ = planner.create_global_plan(plans)
-    except (ValueError, AssertionError) as e:
-        raise BadInputError(f"the ranks' shards don't make whole tensors: {e}") from e
-    keep = [
-        [where[item.index] for item in plan.items]
-        for plan, where in zip(global_plans, positions, strict=True)
-    ]
-    return {"keep": keep, "plan_id": digest_of(canonical([[p["items"] for p in payloads], keep]))}
+    """Rank 0's part: check that the ranks agree; the lowest rank that has a shard writes it.
+
+    `keep` are the positions of its items that each rank writes.
+    """
+    shapes = _check_agreement(payloads)
+    boxes: dict[str, list[Box]] = {fqn: [] for fqn in shapes}
+    taken: set[tuple[Any, ...]] = set()
+    keep = []
+    for p in payloads:
+        mine = []
+        for k, (fqn, *numbers) in enumerate(p["items"]):
+            ndim = len(numbers) // 2
+            offsets = tuple(numbers[:ndim])
+            if (fqn, offsets) in taken:
+                continue
+            taken.add((fqn, offsets))
+            boxes[fqn].append((offsets, tuple(numbers[ndim:])))
+            mine.append(k)
+        keep.append(mine)
+    for fqn, of_tensor in boxes.items():
+        _check_whole(fqn, shapes[fqn], of_tensor)
+    return {"keep": keep, "plan_id": digest_of(canonical([[p["digest"] for p in payloads], keep]))}
 
 
-def _check_agreement(payloads: list[Payload]) -> None:
-    seen: dict[str, tuple[int, Any, str | None]] = {}
+def _check_agreement(payloads: list[Payload]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors; BadInputError where two ranks see a tensor differently."""
+    seen: dict[str, tuple[int, list[Any], str | None]] = {}
     for rank, p in enumerate(payloads):
-        for fqn, (kind, dtype, shape, _) in p["leaves"].items():
+        for fqn, leaf in p["leaves"].items():
             replica = p["replicas"].get(fqn)
-            first, known, content = seen.setdefault(fqn, (rank, [kind, dtype, shape], replica))
-            if known != [kind, dtype, shape]:
+            first, known, content = seen.setdefault(fqn, (rank, leaf, replica))
+            if known != leaf:
                 raise BadInputError(
-                    f"{fqn}: rank {first} has {known[1]} {known[2]} ({known[0]}), rank {rank} has "
-                    f"{dtype} {shape} ({kind}); wrap it in PerRank if each rank has its own"
+                    f"{fqn}: rank {first} has {_described(known)}, rank {rank} has "
+                    f"{_described(leaf)}; wrap it in PerRank if each rank has its own"
                 )
             if content != replica:
                 raise BadInputError(
                     f"{fqn}: ranks {first} and {rank} hold different values of this plain tensor; "
                     f"wrap it in PerRank if each rank has its own, else make them equal"
                 )
+    return {fqn: tuple(leaf[2:]) for fqn, (_, leaf, _) in seen.items()}
+
+
+def _check_whole(fqn: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """The ranks' shards of a tensor hold each of its elements once."""
+    for offsets, sizes in boxes:
+        if any(o < 0 or o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)):
+            raise BadInputError(f"{fqn}: a shard at {offsets} of {sizes} is outside shape {shape}")
+    if pair := find_overlap(boxes):
+        raise BadInputError(f"{fqn}: the ranks' shards overlap: {pair[0]} and {pair[1]}")
+    held, total = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if held != total:
+        raise BadInputError(
+            f"{fqn}: the ranks' shards hold {held} of {total} elements of {shape}; "
+            f"does each rank give its own shards?"
+        )
+
+
+def _described(leaf: list[Any]) -> str:
+    kind, dtype, *shape = leaf
+    return f"{dtype} {shape} ({kind})"
 
 
 def _planner() -> DefaultSavePlanner:
@@ -150,29 +174,8 @@ def _sizes(item: WriteItem) -> tuple[int, ...]:
     return tuple(item.tensor_data.chunk.sizes)
 
 
-def _item_to_json(item: WriteItem) -> list[Any]:
-    data = item.tensor_data
-    assert data is not None
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    chunk = data.chunk
-    return [
-        item.index.fqn,
-        item.type.name,
-        list(chunk.offsets),
-        list(chunk.sizes),
-        list(data.size),
-        dtype,
-    ]
-
-
-def _item_from_json(row: list[Any]) -> WriteItem:
-    fqn, kind, offsets, sizes, size, dtype = row
-    return WriteItem(
-        index=MetadataIndex(fqn, offsets),
-        type=WriteItemType[kind],
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-            properties=TensorProperties(dtype=torch_dtype(dtype)),
-            size=torch.Size(size),
-        ),
-    )
+def _listed(item: WriteItem) -> list[Any]:
+    """An item for rank 0: name, offsets, sizes. Flat, since there may be a million."""
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return [item.index.fqn, *chunk.offsets, *chunk.sizes]

@@ -12,7 +12,6 @@ more. A backend's own temporary files are the backend's affair.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -21,6 +20,7 @@ from ckpt.catalog import Catalog
 from ckpt.config import RetentionPolicy
 from ckpt.digest import digest_of
 from ckpt.errors import ConflictError, NotFoundError, SidestageError
+from ckpt.parallel import each
 from ckpt.pins import PinBoard
 from ckpt.retention import Candidate, Verdict, choose
 from ckpt.storage import BranchedStorage, LocalStorage, Storage, owned
@@ -238,19 +238,18 @@ class Pruner:
 
     def _sweep(self, prefixes: list[str], result: PruneResult) -> None:
         """Delete all objects below these prefixes, several at a time."""
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            for prefix in prefixes:
-                try:
-                    for upload in unfinished_uploads(self._own, prefix):
-                        cast(KeepsParts, self._own).abort(upload)
-                    keys = [o.key for o in self._own.list(prefix)]
-                except SidestageError as e:
-                    result.problems.append(str(e))
-                    continue
-                if all(list(pool.map(lambda k: self._delete(k, result), keys))):
-                    result.swept.append(prefix)
-                    if isinstance(self._own, LocalStorage):
-                        self._own.drop_folder(prefix)
+        for prefix in prefixes:
+            try:
+                for upload in unfinished_uploads(self._own, prefix):
+                    cast(KeepsParts, self._own).abort(upload)
+                keys = [o.key for o in self._own.list(prefix)]
+            except SidestageError as e:
+                result.problems.append(str(e))
+                continue
+            if all(list(each(lambda k: self._delete(k, result), keys, _WORKERS))):
+                result.swept.append(prefix)
+                if isinstance(self._own, LocalStorage):
+                    self._own.drop_folder(prefix)
 
     def _release_origin(self, plan: PrunePlan, result: PruneResult) -> None:
         """Remove this branch's pin from its source once the commit it came from is gone here."""

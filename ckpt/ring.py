@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import SaveError
+from ckpt.errors import BadInputError, SaveError
 
 ALIGN_BYTES = 4096
 _MIB = 1 << 20
@@ -65,6 +65,8 @@ class Ring:
     """
 
     def __init__(self, buffers: int, buffer_bytes: int, *, pinned: bool) -> None:
+        if buffers < 2:  # a block and its compressed chunks are in two
+            raise BadInputError(f"a ring of {buffers} buffers: give at least 2")
         self.buffers = buffers
         self._pinned = pinned
         self._wanted_bytes = aligned(buffer_bytes)

@@ -7,11 +7,14 @@ does. No thread of normal priority ever waits here for one of low priority: flag
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
+
+import torch
 
 from ckpt.config import Priority
 from ckpt.pace import Pace
@@ -66,7 +69,7 @@ class WriteThreads:
     def paced(self, pace: Pace) -> Iterator[None]:
         """Lower the calling thread and the writers in this block, as long as they keep the pace.
 
-        Call at normal priority, one block at a time.
+        Call at normal priority, one block at a time, and start no threads in it: they would be low.
         """
         self._grow()
         self._watch()
@@ -182,9 +185,20 @@ class WriteThreads:
 
 
 def set_thread_policy(native_id: int, policy: int) -> None:
-    """Set the scheduling policy of a thread of this process; threads that it starts get the normal one."""
+    """Set the scheduling policy of a thread of this process, if it still runs and the system allows it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.sched_setscheduler(native_id, policy | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+        os.sched_setscheduler(native_id, policy, os.sched_param(0))
+
+
+def use_one_core() -> None:
+    """Keep torch's operations of the calling thread on it.
+
+    The threads that OpenMP starts for a lowered thread are lowered, and nobody would raise them.
+    `torch.set_num_threads` would change the whole process.
+    """
+    torch.get_num_threads()  # sets this thread's number at its first use, over what is set below
+    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def _may_come_back() -> bool:
@@ -196,6 +210,6 @@ def _may_come_back() -> bool:
     policies = []
     for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
         set_thread_policy(thread.native_id, policy)
-        policies.append(os.sched_getscheduler(thread.native_id) & ~os.SCHED_RESET_ON_FORK)
+        policies.append(os.sched_getscheduler(thread.native_id))
     tried.set()  # and it isn't waited for: left at idle priority, it may take long to end
     return policies == [os.SCHED_IDLE, os.SCHED_OTHER]

@@ -10,7 +10,6 @@ xxh3-128 digests find accidents; only sha256 digests find tampering.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +18,7 @@ from ckpt.digest import Hasher, check_digest, new_hasher
 from ckpt.errors import BadInputError, CorruptError, NotFoundError, UnsupportedFormatError
 from ckpt.index import ChunkEntry, TensorEntry, decode_index
 from ckpt.manifest import CommitRecord, Receipt, decode
+from ckpt.parallel import each
 from ckpt.storage import Storage
 from ckpt.types import FileEntry
 
@@ -98,13 +98,13 @@ class _Check:
 
     def small(self, entries: list[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
         """The files that match their digest, with their contents. Reads several at once."""
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            for entry, found in zip(entries, pool.map(self._read_small, entries), strict=True):
-                if isinstance(found, str):
-                    self.problems.append(found)
-                else:
-                    self.bytes += len(found)
-                    yield entry, found
+        read = each(self._read_small, entries, _WORKERS)
+        for entry, found in zip(entries, read, strict=True):
+            if isinstance(found, str):
+                self.problems.append(found)
+            else:
+                self.bytes += len(found)
+                yield entry, found
 
     def data(self, entry: FileEntry, chunks: list[_Chunk]) -> None:
         """Read a data file once, in pieces, against its own digest and those of its chunks."""

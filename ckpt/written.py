@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt import layout
@@ -11,6 +10,7 @@ from ckpt.digest import digest_of
 from ckpt.errors import CorruptError
 from ckpt.lineage import Tree
 from ckpt.manifest import AttemptRecord, Receipt, decode
+from ckpt.parallel import each
 from ckpt.storage import Storage, owned
 from ckpt.types import FileEntry
 
@@ -63,8 +63,7 @@ def read_receipt(storage: Storage, entry: FileEntry) -> Receipt:
 
 def read_receipts(storage: Storage, entries: Sequence[FileEntry]) -> list[Receipt]:
     """Several at once, in order."""
-    with ThreadPoolExecutor(min(_WORKERS, len(entries) or 1)) as pool:
-        return list(pool.map(lambda e: read_receipt(storage, e), entries))
+    return list(each(lambda e: read_receipt(storage, e), entries, _WORKERS))
 
 
 def find_receipts(storage: Storage, save: WrittenSave) -> list[tuple[FileEntry, Receipt]]:
@@ -77,8 +76,7 @@ def find_receipts(storage: Storage, save: WrittenSave) -> list[tuple[FileEntry, 
         digest = receipt.files[0].digest.partition(":")[0] if receipt.files else "xxh3-128"
         return FileEntry(key, len(data), digest_of(data, digest)), receipt
 
-    with ThreadPoolExecutor(min(_WORKERS, save.world_size)) as pool:
-        return list(pool.map(find, range(save.world_size)))
+    return list(each(find, range(save.world_size), _WORKERS))
 
 
 def _complete(prefix: str, sizes: Mapping[str, int], world_size: int) -> WrittenSave | None:
@@ -102,6 +100,5 @@ def _data_above(storage: Storage, epoch: int, steps: set[int]) -> Iterable[tuple
     def listed(prefix: str) -> list[tuple[str, int]]:
         return [(o.key, o.size_bytes) for o in own.list(prefix)]
 
-    with ThreadPoolExecutor(min(_WORKERS, len(prefixes) or 1)) as pool:
-        for found in pool.map(listed, prefixes):
-            yield from found
+    for found in each(listed, prefixes, _WORKERS):
+        yield from found

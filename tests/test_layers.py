@@ -15,7 +15,7 @@ CKPT = [
     {"config"},
     {
         *("command", "digest", "events", "findings", "formats", "layout", "metrics", "trust"),
-        "values",
+        *("parallel", "values"),
     },
     {"machine", "manifest", "nesting"},
     {"index", "schema"},
@@ -28,7 +28,7 @@ CKPT = [
     {"tree"},
     {"blocks", "native"},
     {"pace", "ring", "rows", "staging"},
-    {"attach", "budget", "fence", "proof", "threads"},
+    {"attach", "budget", "fence", "packing", "proof", "threads"},
     {"pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),

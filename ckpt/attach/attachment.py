@@ -34,9 +34,11 @@ class Attachment:
     def add(self, *objects: Any) -> None:
         """Look through modules, optimizers, or nests of them, such as a whole state.
 
-        What was looked through before isn't again, so that a state may be added at every save;
-        a submodule that is put into a known module later isn't found. Call it like `refresh`.
+        What was looked through before isn't again, unless a table has gone, as if for another in
+        its place; so a state may be added at every save. Call it like `refresh`.
         """
+        if self._sparse.any_gone or any(f.gone for f in self._fused):
+            self._finder.look_again()
         for value in objects:
             self._finder.look(value)
         lookups, embeddings, optimizers = self._finder.take()
@@ -76,9 +78,10 @@ class Attachment:
         return self._sparse.optimizers
 
     def lookup_tensors(self) -> Iterator[Tensor]:
-        """The memory of all table-batched embeddings, guarded or not: their backward pass writes it."""
+        """Memory that lookups change themselves: by their backward pass, or `max_norm` in forward."""
         for fused in self._fused:
             yield from fused.tensors()
+        yield from self._sparse.renormed()
 
     def touched(self, tensor: Tensor | ShardedTensor, rows: Tensor | None) -> bool:
         """Announce that rows of a table or of its state are about to be changed by hand.

@@ -5,6 +5,7 @@ TorchRec and fbgemm are recognised by class names, so that neither has to be ins
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,10 @@ _MAX_NESTING = 8
 
 @dataclass(frozen=True, eq=False)
 class FoundLookup:
-    """A lookup module of several tables, with their names and sizes; `barred` says why not to guard them."""
+    """A lookup module of several tables with their names; `barred` says why not to guard them.
+
+    dense: an optimizer's step changes them, as it does any parameter.
+    """
 
     module: nn.Module
     names: tuple[str, ...]
@@ -49,7 +53,7 @@ class FoundLookup:
 
 @dataclass(frozen=True, eq=False)
 class FoundEmbedding:
-    """A plain `nn.Embedding` or `nn.EmbeddingBag` with sparse gradients."""
+    """A plain `nn.Embedding` or `nn.EmbeddingBag` with sparse gradients, or with a `max_norm`."""
 
     name: str
     module: nn.Embedding | nn.EmbeddingBag
@@ -76,7 +80,12 @@ class _Place:
 class Finder:
     """Each object is looked through once; what was found is handed out by `take`."""
 
-    _seen: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _walked: weakref.WeakValueDictionary[int, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    _known: weakref.WeakValueDictionary[int, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _lookups: list[FoundLookup] = field(default_factory=list)
     _embeddings: list[FoundEmbedding] = field(default_factory=list)
     _optimizers: list[Optimizer] = field(default_factory=list)
@@ -84,6 +93,10 @@ class Finder:
     def look(self, value: Any) -> None:
         """Search one object of a state: a module, an optimizer, or a nest of them."""
         self._look(value, _Place(), 0)
+
+    def look_again(self) -> None:
+        """Walk what holds tables and optimizers once more when it is given; those known stay known."""
+        self._walked.clear()
 
     def take(self) -> tuple[list[FoundLookup], list[FoundEmbedding], list[Optimizer]]:
         """What was found since the last call."""
@@ -106,45 +119,31 @@ class Finder:
         elif type(value) in (list, tuple):
             for n, inner in enumerate(value):
                 self._look(inner, place.below(str(n)), depth + 1)
-        elif has_state_dict(value) and self._is_new(value):
+        elif has_state_dict(value) and _note(value, self._walked):
             for name, inner in getattr(value, "__dict__", {}).items():
                 self._look(inner, place.below(name), depth + 1)
 
-    def _is_new(self, value: Any) -> bool:
-        known = self._seen.get(id(value))
-        if known is not None and known() is value:
-            return False
-        try:
-            self._seen[id(value)] = weakref.ref(value)
-        except TypeError:  # it has no weak references; looking again does no harm
-            self._seen.pop(id(value), None)
-        return True
-
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Wrappers share the parameters of the optimizers in them; only the innermost change anything."""
-        if not self._is_new(optimizer):
-            return
         inner = list(_wrapped(optimizer))
-        for one in inner:
-            self._optimizer(one)
-        if not inner:
+        if not inner and _note(optimizer, self._known):
             self._optimizers.append(optimizer)
+        if inner and _note(optimizer, self._walked):
+            for one in inner:
+                self._optimizer(one)
 
     def _module(self, module: nn.Module, place: _Place) -> None:
-        if not self._is_new(module):
-            return
-        kinds = {c.__name__ for c in type(module).__mro__}
+        kinds = _kinds(module)
         barred = next((why for kind, why in _BARRED.items() if kind in kinds), place.barred)
         replicated = place.replicated or (place.in_lookups and "DistributedDataParallel" in kinds)
         place = _Place(place.path, barred, place.in_lookups, replicated)
         if is_fused(module) or "_emb_module" in module._modules:
             self._lookup(module, place)
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if module.sparse:
-                self._embeddings.append(
-                    FoundEmbedding(place.path or type(module).__name__, module, barred)
-                )
-        else:
+            if (module.sparse or module.max_norm is not None) and _note(module, self._known):
+                name = place.path or type(module).__name__
+                self._embeddings.append(FoundEmbedding(name, module, barred))
+        elif _note(module, self._walked):
             self._children(module, kinds, place)
 
     def _children(self, module: nn.Module, kinds: set[str], place: _Place) -> None:
@@ -170,7 +169,8 @@ class Finder:
     def _lookup(self, module: nn.Module, place: _Place) -> None:
         """A kernel, or TorchRec's module around one, which knows the names of its tables."""
         kernel = module._modules.get("_emb_module") or module
-        self._is_new(kernel)
+        if not _note(kernel, self._known):
+            return
         barred, dense = place.barred, False
         if not is_fused(kernel):
             dense = "DenseTableBatchedEmbeddingBagsCodegen" in _kinds(kernel)
@@ -181,6 +181,15 @@ class Finder:
             barred = "embedding updates write its rows outside of training"
         names = tuple(place.below(n).path for n in _table_names(module, kernel))
         self._lookups.append(FoundLookup(kernel, names, barred, dense))
+
+
+def _note(value: Any, known: weakref.WeakValueDictionary[int, Any]) -> bool:
+    """Keep `value` in mind as long as it lives; False if it was already."""
+    if known.get(id(value)) is value:
+        return False
+    with contextlib.suppress(TypeError):  # no weak references: looking again does no harm
+        known[id(value)] = value
+    return True
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -56,6 +56,10 @@ class FusedTables:
             self._hook = _LookupHook(found.module)
             self._handle = found.module.register_forward_hook(self._hook)
 
+    @property
+    def gone(self) -> bool:
+        return self._module() is None
+
     def refresh(self, guards: RowGuards) -> bool:
         """Follow weights and state to where they are now; False once the module is gone."""
         module = self._module()
@@ -69,8 +73,8 @@ class FusedTables:
         return True
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory of the module."""
-        if (module := self._module()) is not None:
+        """All memory of the module, unless it is dense."""
+        if not self.quiet and (module := self._module()) is not None:
             yield from module.parameters()
             yield from module.buffers()
 

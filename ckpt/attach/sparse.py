@@ -72,12 +72,22 @@ class SparseTables:
         self._optimizers += [weakref.ref(o) for o in optimizers]
 
     @property
+    def any_gone(self) -> bool:
+        return any(e.module() is None for e in self._embeddings)
+
+    @property
     def groups(self) -> list[Group]:
         return [g.group for g in self._guarded.values()]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         return [o for ref in self._optimizers if (o := ref()) is not None]
+
+    def renormed(self) -> Iterator[Tensor]:
+        """The weights that lookups scale down to a `max_norm`."""
+        for e in self._embeddings:
+            if (module := e.module()) is not None and module.max_norm is not None:
+                yield module.weight
 
     def refresh(self, guards: RowGuards) -> None:
         """Judge every weight anew and guard what changed: its memory, its state, its optimizer."""

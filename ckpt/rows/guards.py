@@ -24,6 +24,7 @@ from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
+_AGE_FROM = 200  # early, so that it seldom has to wait for open snapshots
 _AGE_BY = 128
 _ALIGN_BYTES = 4096
 _LOOK_AGAIN_S = 0.02  # while training waits; it is woken at once where nothing goes wrong
@@ -188,36 +189,26 @@ class RowGuards:
     def laid_out(self) -> bool:
         return self._laid_out
 
-    def open(self) -> RowSnapshot:
+    def open(self) -> RowSnapshot | None:
         """Fix the rows of all tables as they are now. On the training thread; copies nothing.
 
-        Once in a hundred snapshots it waits until no other one is open.
-
-        Raises BadInputError if too many snapshots are open.
+        None if SLOTS snapshots are open already. Once in a hundred saves it passes over all tags, a
+        byte a row; if snapshots were never all closed in that time, it waits for them first.
         """
         self._settle()
-        if self._epoch == _LAST_EPOCH:
-            self._start_over()
+        if self._epoch >= _LAST_EPOCH and self._open:
+            self._wait(lambda: not self.busy)
+        if self._epoch > _AGE_FROM and not self._open:
+            self._pool.age(_AGE_BY)
+            self._epoch -= _AGE_BY
         free = [s for s in range(SLOTS) if s not in self._open]
-        if not free:
-            raise BadInputError(f"{len(self._open)} snapshots are open already; lower max_pending")
+        if not free or self._epoch >= _LAST_EPOCH:
+            return None
         self._epoch += 1
         snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
         self._open[free[0]] = snapshot
         self._pool.open(free[0], self._epoch)
         return snapshot
-
-    def _start_over(self) -> None:
-        """Make all tags older: there are no higher ones. Open snapshots compare tags by their age."""
-
-        def none_open() -> bool:
-            self._settle()
-            return not self._open
-
-        if self._open:
-            self._wait(none_open)  # after which what is open has been given up
-        self._pool.age(_AGE_BY)
-        self._epoch -= _AGE_BY
 
     def _touch(self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int]) -> None:
         if self._passed or self._closed:
@@ -354,14 +345,8 @@ class RowSnapshot:
         return laid
 
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
-        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,).
-
-        Raises SaveError if the snapshot has been given up.
-        """
-        rows = self._pool.untouched(place.key, self.epoch, a, b)
-        if self._given_up is not None:
-            raise SaveError(self._given_up)
-        return rows
+        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
+        return self._pool.untouched(place.key, self.epoch, a, b)
 
     def give_up(self, why: str) -> None:
         """It keeps nothing from now on; whoever copies it learns why."""

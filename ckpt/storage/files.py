@@ -18,6 +18,8 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _RENAME_NOREPLACE = 1
 _ALIGN = 4096
+_LEAST_RESERVED_BYTES = 16 << 20
+_MOST_RESERVED_BYTES = 256 << 20
 _LEAST_DIRECT_BYTES = 256 * 1024  # below, waiting for the disk costs more than the cache does
 
 
@@ -38,7 +40,9 @@ class TempFile:
         self._fd = os.open(self._name, flags, 0o666, dir_fd=folder)
         self._direct: int | None = None
         self._may_direct = hasattr(os, "O_DIRECT")
-        self._opening = threading.Lock()
+        self._may_reserve = True
+        self._end = self._reserved = 0
+        self._lock = threading.Lock()
 
     def write(self, data: Buffer, offset: int = 0) -> None:
         """Write all of `data` at `offset`, past the page cache where its alignment allows that.
@@ -54,6 +58,9 @@ class TempFile:
         direct = None
         if whole >= _LEAST_DIRECT_BYTES and offset % _ALIGN == 0 and _is_aligned(view):
             direct = self._open_direct()
+            self._reserve(offset + len(view))
+        with self._lock:
+            self._end = max(self._end, offset + len(view))
         try:
             while done < len(view):
                 # A short write may end anywhere, and what is left then isn't aligned any more.
@@ -78,7 +85,7 @@ class TempFile:
 
     def _open_direct(self) -> int | None:
         """A second descriptor, for direct writes: its flag can't be another thread's surprise."""
-        with self._opening:
+        with self._lock:
             if self._may_direct and self._direct is None:
                 flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
                 try:
@@ -87,8 +94,25 @@ class TempFile:
                     self._may_direct = False
             return self._direct if self._may_direct else None
 
+    def _reserve(self, end: int) -> None:
+        """Have room up to byte `end` and beyond: direct writes that extend a file exclude each other."""
+        with self._lock:
+            if end <= self._reserved or not self._may_reserve:
+                return
+            ahead = min(max(end, _LEAST_RESERVED_BYTES), _MOST_RESERVED_BYTES)
+            self._may_reserve = _allocate(self._fd, end + ahead)
+            if self._may_reserve:
+                self._reserved = end + ahead
+
+    def _trim(self) -> None:
+        """Give back what was reserved and not needed."""
+        if self._reserved > self._end:
+            os.ftruncate(self._fd, self._end)
+            self._reserved = self._end
+
     def stamp(self, above_ns: int) -> os.stat_result:
         """Set an mtime above `above_ns`, at whatever resolution the filesystem keeps."""
+        self._trim()
         for step_ns in (1, 1_000, 2_000_000_000, 4_000_000_000):
             mtime_ns = max(time.time_ns(), above_ns + step_ns)
             os.utime(self._fd, ns=(mtime_ns, mtime_ns))
@@ -98,6 +122,7 @@ class TempFile:
         raise OSError(errno.EIO, "the filesystem doesn't keep the file times that are set")
 
     def sync(self) -> None:
+        self._trim()
         os.fsync(self._fd)
 
     def link(self, name: bytes) -> None:
@@ -214,6 +239,18 @@ def scan(folder: int, start: str) -> list[tuple[str, os.stat_result | None]]:
             except (FileNotFoundError, UnicodeDecodeError):
                 continue  # deleted since, or a stray that no key can name
     return sorted(found, key=lambda pair: pair[0])
+
+
+def _allocate(fd: int, size: int) -> bool:
+    """Make a file `size` bytes long with all its blocks; False where that can't be, or has no room.
+
+    Not os.posix_fallocate: the C library replaces what a filesystem lacks by writes of its own.
+    """
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except AttributeError:
+        return False
+    return bool(fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0)
 
 
 def _is_aligned(view: memoryview) -> bool:

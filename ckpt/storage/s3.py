@@ -66,6 +66,7 @@ class S3Storage:
 
     @property
     def upload_bytes(self) -> int:
+        """Of the first 1,000 parts: later ones grow, so that 10,000 are enough."""
         settings = self._client.settings
         return (settings.parallel + 1) * settings.part_bytes
 

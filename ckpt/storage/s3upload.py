@@ -8,7 +8,7 @@ a request whose reply was lost, from another writer's.
 from __future__ import annotations
 
 import contextlib
-import io
+import ctypes
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -55,7 +55,7 @@ class Upload:
         self._probe = probe
         self._pid = os.getpid()
         self._token = secrets.token_hex(16)
-        self._filling = io.BytesIO()
+        self._filling: _Part | None = None
         self._upload_id: str | None = None
         self._parts: list[Future[str]] = []
         self._pending: list[Future[str]] = []
@@ -71,14 +71,13 @@ class Upload:
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
         while view:
-            room = self._part_bytes() - self._filling.tell()
-            if room <= 0:  # and more to come: only then is it not the last part
+            self._filling = self._filling or _Part(self._part_bytes())
+            taken = self._filling.append(view)
+            if not taken:  # full, and more to come: only then is it not the last part
                 with self._remembered():
                     self._send_part()
-                continue
-            self._filling.write(view[:room])
-            self.size_bytes += len(view[:room])
-            view = view[room:]
+            self.size_bytes += taken
+            view = view[taken:]
 
     def finish(self) -> str:
         """Make the object visible; its etag. Raises ConflictError if the condition failed."""
@@ -92,7 +91,7 @@ class Upload:
             return
         for part in self._parts:
             part.cancel()
-        self._filling = io.BytesIO()
+        self._filling = None
         if self._upload_id is not None:
             upload = {"Key": self._key, "UploadId": self._upload_id}
             with contextlib.suppress(SidestageError, RefusedError):
@@ -139,11 +138,14 @@ class Upload:
         for part in self._pending:
             if part.done():
                 part.result()  # raises what it failed with
-        number, data = len(self._parts) + 1, self._filling.getvalue()
-        self._filling = io.BytesIO()
+        number, data = len(self._parts) + 1, self._filled()
         sending = self._client.submit(self._send(self._upload_id, number, data))
         self._parts.append(sending)
         self._pending = [*(part for part in self._pending if not part.done()), sending]
+
+    def _filled(self) -> bytes:
+        part, self._filling = self._filling, None
+        return part.taken() if part is not None else b""
 
     async def _begin(self) -> str:
         response = await self._client.call(
@@ -160,7 +162,7 @@ class Upload:
 
     def _finish(self) -> str:
         if self._upload_id is None:
-            body = self._filling.getvalue()
+            body = self._filled()
             return self._client.run(
                 self._conclude("put_object", {"Body": body, **self._attributes()})
             )
@@ -255,3 +257,30 @@ class Upload:
             return await self._client.call("head_object", {"Key": self._key}, expect=(404,))
         except RefusedError:
             return None
+
+
+class _Part:
+    """The bytes of one part while it's being filled.
+
+    Made at its full size, and filled as a C extension fills new bytes: a buffer that grows is
+    copied, and one that isn't bytes is copied by botocore, each time with the GIL held.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._bytes = bytes(size)
+        self._address = ctypes.cast(ctypes.c_char_p(self._bytes), ctypes.c_void_p).value or 0
+        self._used = 0
+
+    def append(self, view: memoryview) -> int:
+        """Copy as much of `view` as there is room for; how much that was."""
+        view = view[: len(self._bytes) - self._used]
+        if view:
+            source = (ctypes.c_char * len(view)).from_buffer_copy(view) if view.readonly else view
+            start = ctypes.addressof(ctypes.c_char.from_buffer(source))
+            ctypes.memmove(self._address + self._used, start, len(view))
+        self._used += len(view)
+        return len(view)
+
+    def taken(self) -> bytes:
+        """What was filled. Nothing may be appended after."""
+        return self._bytes if self._used == len(self._bytes) else self._bytes[: self._used]

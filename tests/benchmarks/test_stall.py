@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.stall import _ratios, modes
 from benchmarks.stall.block import BlockFailed, run_block
-from benchmarks.stall.modes import MODES, Mode
 from benchmarks.stall.rank import Block
-from benchmarks.stall.workload import DIM, Trainer, zipf_ids
+from benchmarks.training.modes import MODES, Mode
+from benchmarks.training.workload import DIM, Trainer, zipf_ids
 from benchmarks.watch import Watch
 
 MIB = 1 << 20

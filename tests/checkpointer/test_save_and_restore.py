@@ -570,10 +570,12 @@ def test_staging_memory_is_reused() -> None:
     arena = Arena(pinned=False)
     big, small = torch.randn(1000, 7), torch.randn(3)
     shards = [Shard((0,) * t.dim(), tuple(t.shape), t) for t in (big, small)]
-    first = arena.stage(shards)
+    first = arena.homes(shards)
+    arena.stage(shards, first)
     where = first[0].data_ptr()
     capacity = arena.capacity_bytes
-    again = arena.stage(shards)
+    again = arena.homes(shards)
+    arena.stage(shards, again)
     assert again[0].data_ptr() == where
     assert arena.capacity_bytes == capacity
     assert torch.equal(again[0], big)

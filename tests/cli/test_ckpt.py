@@ -15,7 +15,13 @@ from safetensors import safe_open
 from ckpt import Checkpointer, PerRank
 from ckpt.cli import cli
 from ckpt.command import run_command
-from ckpt.storage import open_storage
+from ckpt.commit import claim_epoch, open_run
+from ckpt.errors import StorageError
+from ckpt.receipts import SaveTerms, Taken, Written, commit_parts, seal_objects, store_part
+from ckpt.storage import LocalStorage, open_storage
+from ckpt.types import SystemClock
+from ckpt.values import encode_value
+from tests.faults import FaultyStorage
 
 TABLE = torch.arange(60.0).view(20, 3)
 
@@ -80,6 +86,61 @@ def test_show(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "step 2, epoch 1, latest" in out
     assert "note = hello" in out
+
+
+def test_show_tells_how_the_snapshot_was_taken(
+    run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json(capsys, "show", str(run_root))["copied_tables"] == {}
+    storage = LocalStorage(tmp_path / "run")
+    attempt = claim_epoch(storage, open_run(storage, SystemClock()), 2, None, SystemClock())
+    parts = []
+    for rank in range(2):
+        terms = SaveTerms(1, attempt.token, 5, "000001", rank, 2, "plan", None, 1.0, {})
+        tables = {f"table_{rank}": "its optimizer changes all rows"}
+        written = Written(
+            (), 0, Taken(guarded_bytes=3 << 20, copied_bytes=10, copied_tables=tables)
+        )
+        objects = seal_objects(encode_value({}), {})
+        parts.append(store_part(storage, terms, written, objects, "xxh3-128"))
+    commit_parts(storage, attempt, parts, SystemClock())
+    found = as_json(capsys, "show", storage.url)
+    assert (found["guarded_bytes"], found["copied_bytes"]) == (6 << 20, 20)
+    assert found["copied_tables"] == {
+        f"table_{rank}": "its optimizer changes all rows" for rank in range(2)
+    }
+    code, out, err = call(capsys, "show", storage.url)
+    assert code == 0, err
+    assert "snapshot: 6.0 MiB stayed in place, 20 B were copied in save()" in out
+    assert "table_1       its optimizer changes all rows" in out
+
+
+def test_a_receipt_names_a_bounded_number_of_tables() -> None:
+    taken = Taken(copied_tables={f"t{n:04d}": "x" * 1000 for n in range(250)})
+    kept = taken.bounded_tables()
+    assert len(kept) == 101
+    assert kept["t0099"] == "x" * 200
+    assert kept["..."] == "and 150 more tables"
+
+
+def test_doctor_tells_of_a_save_that_lacks_only_its_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = FaultyStorage(LocalStorage(tmp_path / "run"))
+    storage.on("create", "commits/*").fail(StorageError("no route"))
+    storage.on("delete", "data/*").always().fail(StorageError("no route"))
+    with Checkpointer(storage) as c:
+        assert c.save(3, {"a": 1}).committed.exception()
+    found = as_json(capsys, "doctor", storage.url)["findings"]
+    (unfinished,) = (f for f in found if f["name"] == "unfinished")
+    assert unfinished["level"] == "warn"
+    assert unfinished["values"] == {"epoch": 1, "step": 3}
+    with Checkpointer(storage.url) as c:
+        result = c.restore({"a": 0})
+        assert result is not None
+        assert result.step == 3
+    found = as_json(capsys, "doctor", storage.url)["findings"]
+    assert [f["level"] for f in found if f["name"] == "unfinished"] == ["ok"]
 
 
 def test_verify(run_root: Path, broken_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -24,7 +26,7 @@ from ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from ckpt.storage import LocalStorage
+from ckpt.storage import LocalStorage, files
 
 DEADLINE_S = 60.0
 
@@ -213,6 +215,147 @@ class TestShortCalls:
             storage.read("k")
         with pytest.raises(CorruptError, match="cut at byte 0 of 10"):
             storage.read_into("k", 0, memoryview(bytearray(10)))
+
+
+class TestDirectWrites:
+    """O_DIRECT where the filesystem, the memory and the place allow it, and whole files in any case."""
+
+    PART = 1 << 20
+
+    @pytest.fixture
+    def data(self) -> memoryview:
+        memory = mmap.mmap(-1, 2 * self.PART + 1000)
+        memory[:] = os.urandom(len(memory))
+        return memoryview(memory)
+
+    def direct_bytes(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+        """Counts from now on the bytes that are written past the page cache."""
+        counts: list[int] = []
+        pwrite = os.pwrite
+
+        def counted(fd: int, data: memoryview, at: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                counts.append(len(data))
+            return pwrite(fd, data, at)
+
+        monkeypatch.setattr(os, "pwrite", counted)
+        return lambda: sum(counts)
+
+    def test_aligned_memory_goes_past_the_cache_and_the_tail_through_it(
+        self, storage: LocalStorage, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        count = self.direct_bytes(monkeypatch)
+        with storage.writer("k") as out:
+            out.write(data)
+        assert storage.read("k") == data
+        if count() == 0:
+            pytest.skip("this filesystem has no direct writes")
+        assert count() == len(data) - len(data) % 4096
+
+    def test_what_is_not_aligned_goes_through_the_cache(
+        self, storage: LocalStorage, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        count = self.direct_bytes(monkeypatch)
+        with storage.writer("memory") as out:
+            out.write(data[1:])
+        with storage.writer("offset") as out:
+            out.write(b"x")
+            out.write(data)
+        with storage.writer("small") as out:
+            out.write(data[:8192])
+        with storage.writer("read-only") as out:
+            out.write(data.toreadonly())
+        assert count() == 0
+        assert storage.read("memory") == data[1:]
+        assert storage.read("offset") == b"x" + bytes(data)
+
+    def test_a_filesystem_that_refuses_to_open_so(
+        self, storage: LocalStorage, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened = os.open
+
+        def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return opened(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+        with storage.writer("k") as out:
+            out.write(data)
+        assert storage.read("k") == data
+
+    def test_a_filesystem_that_refuses_to_write_so(
+        self, storage: LocalStorage, root: Path, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pwrite = os.pwrite
+        refused: list[int] = []
+
+        def refuse(fd: int, data: memoryview, at: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                refused.append(at)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return pwrite(fd, data, at)
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+        with storage.writer("k") as out:
+            out.write(data[: self.PART])
+            out.write(data[self.PART :])
+        assert len(refused) <= 1  # asked once, and not at all where it can't be opened so
+        assert storage.read("k") == data
+
+    def test_short_ones_are_completed(
+        self, storage: LocalStorage, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A call that stops at a place that isn't aligned leaves the rest to the cache (pytorch#717)."""
+        pwrite = os.pwrite
+
+        def short(fd: int, data: memoryview, at: int) -> int:
+            most = 512 * 1024 if at == 0 else len(data) - 1
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and at:
+                fd, most = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY), 70_001
+                try:
+                    return pwrite(fd, data[:most], at)
+                finally:
+                    os.close(fd)
+            return pwrite(fd, data[: max(1, most)], at)
+
+        monkeypatch.setattr(os, "pwrite", short)
+        with storage.writer("k") as out:
+            out.write(data)
+        monkeypatch.undo()
+        assert storage.read("k") == data
+
+    def test_no_room_is_named_as_for_any_write(
+        self, storage: LocalStorage, root: Path, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(fd: int, data: memoryview, at: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def write() -> None:
+            with storage.writer("k") as out:
+                out.write(data)
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=f"{len(data)} more bytes needed, .* make room"):
+            write()
+        assert all_files(root) == []
+
+    def test_room_that_was_reserved_and_not_needed_is_given_back(
+        self, storage: LocalStorage, root: Path, data: memoryview
+    ) -> None:
+        with storage.writer("k") as out:
+            out.write(data)
+        found = (root / "k").stat()
+        assert storage.stat("k").size_bytes == found.st_size == len(data)
+        assert found.st_blocks * 512 < len(data) + 64 * 4096
+
+    def test_a_filesystem_that_reserves_nothing(
+        self, storage: LocalStorage, data: memoryview, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "_allocate", lambda fd, size: False)
+        with storage.writer("k") as out:
+            out.write(data)
+        assert storage.read("k") == data
 
 
 class TestNames:

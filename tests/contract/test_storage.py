@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ckpt.config import S3Settings
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
 from ckpt.storage import Storage
+from ckpt.storage.protocol import OffsetWriter
 
 from .conftest import Backend
 
@@ -198,6 +202,52 @@ class TestWriter:
         with pytest.raises(BadInputError):
             out.write(b"more")
         assert storage.read("k") == b"abc"
+
+
+class TestOffsetWriter:
+    """Of the stores whose writers offer it: `write_at` in any order, from several threads."""
+
+    @pytest.fixture
+    def storage(self, backend: Backend) -> Storage:
+        with backend.storage.writer("asked") as out:
+            offers = isinstance(out, OffsetWriter)
+        backend.storage.delete("asked")
+        assert offers == (backend.name != "s3")
+        if not offers:
+            pytest.skip("an S3 upload is sent in order")
+        return backend.storage
+
+    @pytest.mark.parametrize("aligned", [True, False])
+    def test_parts_in_any_order_make_the_whole(self, storage: Storage, aligned: bool) -> None:
+        part, tail = 512 * 1024, 1234
+        size = 8 * part + tail
+        memory = mmap.mmap(-1, size + 1)
+        data = memoryview(memory)[:size] if aligned else memoryview(memory)[1:]
+        data[:] = random.Random(1).randbytes(size)
+        starts = list(range(0, size, part))
+        random.Random(2).shuffle(starts)
+        with storage.writer("k") as out:
+            assert isinstance(out, OffsetWriter)
+            with ThreadPoolExecutor(3) as pool:
+                for _ in pool.map(lambda at: out.write_at(at, data[at : at + part]), starts):
+                    pass
+            assert keys(storage) == []
+        assert storage.stat("k").size_bytes == size
+        assert storage.read("k") == data
+
+    def test_is_over_after_its_block(self, storage: Storage) -> None:
+        with storage.writer("k") as out:
+            assert isinstance(out, OffsetWriter)
+            out.write_at(0, b"abc")
+        with pytest.raises(BadInputError):
+            out.write_at(3, b"more")
+        assert storage.read("k") == b"abc"
+
+
+def test_upload_memory_is_stated(backend: Backend) -> None:
+    settings = S3Settings()
+    most = (settings.parallel + 1) * settings.part_bytes
+    assert backend.storage.upload_bytes == (most if backend.name == "s3" else 0)
 
 
 class TestPut:

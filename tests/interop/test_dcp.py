@@ -28,9 +28,11 @@ from ckpt.errors import (
     CorruptError,
     NotFoundError,
     SidestageError,
+    StorageError,
 )
 from ckpt.restore import CheckpointReader
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
+from tests.faults import FaultyStorage
 from tests.interop.states import NESTED, bits, contents, every_dtype, reader, saved
 
 pytestmark = [
@@ -384,3 +386,16 @@ def test_saving_what_was_loaded_gives_the_same_checkpoint() -> None:
     save(storage, 2, load_all(storage))
     assert contents(storage, 1) == contents(storage, 2)
     assert isinstance(reader(storage, 2), CheckpointReader)
+
+
+def test_a_save_that_lacked_only_its_commit_is_what_the_next_one_continues() -> None:
+    storage = MemoryStorage()
+    save(storage, 1, {"n": 1})
+    faulty = FaultyStorage(storage)
+    faulty.on("create", "commits/*").fail(StorageError("no route"))
+    with refused(StorageError, "no route"):
+        save(faulty, 2, {"n": 2})
+    with refused(BadInputError, "step 2 isn't above step 2"):
+        save(storage, 2, {"n": 3})
+    assert [i.ref.step for i in Catalog(storage).lineage()] == [2, 1]
+    assert load(storage, {"n": 0}) == {"n": 2}

@@ -70,6 +70,7 @@ class Copying:
 
 def begin(guards: RowGuards, tables: list[Table]) -> Copying:
     snapshot = guards.open()
+    assert snapshot is not None
     want = [tuple(c.clone() for c in t.components) for t in tables]
     got = [tuple(torch.full_like(c, -7.0) for c in t.components) for t in tables]
     left = []
@@ -160,7 +161,9 @@ class Machine(RuleBasedStateMachine):
     def save_often(self, saves: int) -> None:
         """Tags are one byte: they must survive more saves than that."""
         for _ in range(saves):
-            self.guards.open().close()
+            snapshot = self.guards.open()
+            assert snapshot is not None
+            snapshot.close()
         assert not self.guards.busy
 
     @invariant()
@@ -175,6 +178,33 @@ class Machine(RuleBasedStateMachine):
             while copying.step(self.tables):
                 pass
             self.finish(copying)
+
+
+def test_more_saves_than_tags_while_some_snapshot_is_always_open(pool: str) -> None:
+    open_ones: list[Copying] = []
+
+    def copy_on() -> None:
+        if open_ones and not open_ones[0].step(tables):
+            done = open_ones.pop(0)
+            done.check()
+            done.snapshot.close()
+
+    guards = make(pool, hurry=copy_on)
+    tables = [table("t", 500, 4, ())]
+    group = guards.group(tables)
+    guards.lay_out(BUFFER, 1 << 20)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        open_ones.append(begin(guards, tables))
+        rows = torch.randint(0, 500, (20,), generator=g)
+        group.touch_rows(0, rows)
+        for c in tables[0].components:
+            c[rows] += 1.0
+        while len(open_ones) > 2:
+            copy_on()
+    while open_ones:
+        copy_on()
+    assert not guards.busy
 
 
 class TorchMachine(Machine):

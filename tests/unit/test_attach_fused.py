@@ -198,6 +198,30 @@ def test_several_features_of_one_table() -> None:
     assert changed == {"model.t0": {1, 2, 3, 4}, "model.t1": {5, 6}} == recorder.touched()
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # fbgemm's own hook
+def test_gradients_rewritten_before_the_update() -> None:
+    """fbgemm's writeback hook wraps the output; the announcement still comes before the update."""
+    module = lookup(
+        Optim.EXACT_SGD,
+        dims=(8,),
+        extra_optimizer_config=tbe.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True),
+    )
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, torch.tensor([4, 2, 4]), torch.arange(4))
+    assert changed == {"model.t0": {2, 4}} == recorder.touched()
+    assert recorder.groups[0].calls == 1
+
+
+@pytest.mark.parametrize("precision", ["FP16", "FP32"])
+def test_half_precision_with_stochastic_rounding(precision: str) -> None:
+    module = lookup(weights_precision=configs.SparseType[precision], stochastic_rounding=True)
+    _, recorder = guarded(module)
+    with recorder.watch() as changed:
+        train(module, *batch())
+    assert changed == recorder.touched()
+
+
 def test_empty_batches() -> None:
     module = lookup()
     _, recorder = guarded(module)
@@ -347,6 +371,28 @@ def test_modules_may_die() -> None:
     assert ref() is None
     attachment.refresh()
     assert not recorder.groups
+
+
+def test_tables_put_in_the_place_of_others_are_found() -> None:
+    """As resharding does."""
+    model = nn.ModuleDict({"x": lookup(), "y": lookup(), "z": nn.Embedding(5, 2, sparse=True)})
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    attachment.add(model)
+    for name in ("x", "z"):
+        kept = model[name]
+        model[name] = lookup() if name == "x" else nn.Embedding(5, 2, sparse=True)
+        del kept
+        gc.collect()
+        attachment.add(model)
+        attachment.refresh()
+    assert sorted(recorder.tables()) == [f"{m}.t{n}" for m in "xy" for n in range(3)]
+    assert list(attachment.refused) == ["z"]
+    assert all(len(model[m]._forward_hooks) == 1 for m in "xy")
+    with recorder.watch() as changed:
+        train(model["x"], *batch())
+        train(model["y"], *batch())
+    assert changed == recorder.touched()
 
 
 def test_touched_by_hand() -> None:

@@ -231,9 +231,17 @@ def test_refused_weights() -> None:
     assert "eviction" in attachment.refused["0.bag"]
 
 
+def test_lookups_that_write_are_told() -> None:
+    """For the step fence: such weights change in forward, whether or not they are sparse."""
+    model = nn.ModuleDict({"x": nn.Embedding(ROWS, 3, max_norm=1.0), "y": nn.Embedding(ROWS, 3)})
+    attachment, *_ = attach(model, Adam(model.parameters()))
+    assert [id(t) for t in attachment.lookup_tensors()] == [id(model["x"].weight)]
+
+
 def test_dense_embeddings_are_nobodys_business() -> None:
     attachment, recorder, sink = attach(nn.Embedding(ROWS, 3))
     assert not attachment.refused
+    assert not list(attachment.lookup_tensors())
     assert not recorder.groups
     assert not sink.events
 

@@ -18,17 +18,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.stall.workload import State
-from ckpt import Checkpointer
+from benchmarks.training.workload import State
+from ckpt import CheckpointConfig, Checkpointer
+from ckpt.storage import Storage
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a saver saves, and where: every save of the job goes below `folder`."""
+    """What a saver saves, and where: every save of the job goes below `folder`.
+
+    guarded: the modules and optimizers that train the state.
+    """
 
     rank: int
     state: State
     folder: Path
+    guarded: tuple[object, ...] = ()
 
     def place(self, step: int) -> Path:
         return self.folder / f"{step:06d}"
@@ -48,6 +53,10 @@ class Saver(ABC):
         """Is the save over? Raises if it failed."""
         return True
 
+    def waited_s(self) -> dict[str, float]:
+        """Seconds so far that it made training wait outside of save(), where it counts them."""
+        return {}
+
     def updating(self) -> AbstractContextManager[object]:
         """Is held while the trainer changes the state."""
         return contextlib.nullcontext()
@@ -61,29 +70,53 @@ class Saver(ABC):
 
 
 class Sidestage(Saver):
-    """ckpt.Checkpointer with its default settings."""
+    """ckpt.Checkpointer, by default with its default settings."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(
+        self, job: Job, config: CheckpointConfig | None = None, storage: Storage | None = None
+    ) -> None:
         super().__init__(job)
-        self._checkpointer = Checkpointer(str(job.folder))
+        self.checkpointer = Checkpointer(storage or str(job.folder), config)
+        guard_all(self.checkpointer, job.guarded)
         self._committed: Future[Any] | None = None
 
     def save(self, step: int) -> None:
         state = {"tensors": self.job.state.sharded, "progress": {"step": step}}
-        self._committed = self._checkpointer.save(step, state).committed
+        self._committed = self.checkpointer.save(step, state).committed
 
     def done(self) -> bool:
         return _is_over(self._committed)
 
+    def waited_s(self) -> dict[str, float]:
+        """Seconds so far that training waited outside of save(), as the checkpointer counts them."""
+        stats = self.checkpointer.stats
+        return {
+            name: seconds_of(getattr(stats, name, 0.0))
+            for name in ("fence_wait_s", "overlay_wait_s")
+        }
+
     def restore(self, step: int, into: State) -> None:
-        with Checkpointer(str(self.job.folder)) as reader:
+        with Checkpointer(self.checkpointer.storage) as reader:
             state = {"tensors": into.sharded, "progress": {"step": 0}}
             reader.restore(state, step=step)
             if state["progress"]["step"] != step:
                 raise RuntimeError(f"asked for step {step}, got {state['progress']['step']}")
 
     def close(self) -> None:
-        self._checkpointer.close()
+        self.checkpointer.close()
+
+
+def guard_all(checkpointer: Checkpointer, objects: tuple[object, ...]) -> bool:
+    """Show a checkpointer what trains its state; False if this version only copies."""
+    guard = getattr(checkpointer, "guard", None)
+    if guard is not None:
+        guard(*objects)
+    return guard is not None
+
+
+def seconds_of(value: Any) -> float:
+    """A counter of seconds, or a list of single waits."""
+    return float(sum(value)) if isinstance(value, list) else float(value)
 
 
 class TorchSave(Saver):
@@ -252,14 +285,15 @@ class Mode:
         return None
 
 
-OURS = "sidestage"
-DCP_ASYNC = ("dcp.async_save", "dcp.async_save + stager")
+OURS, UNPACED = "sidestage", "sidestage unpaced"
+DCP_ASYNC, DCP_STAGER = "dcp.async_save", "dcp.async_save + stager"
 MODES: dict[str, Mode] = {
     OURS: Mode(Sidestage, durable=True),
+    UNPACED: Mode(lambda job: Sidestage(job, CheckpointConfig(persist_target_s=0.0)), durable=True),
     "torch.save + fsync": Mode(TorchSave, durable=True),
     "dcp.save": Mode(DcpSave, durable=True),
-    DCP_ASYNC[0]: Mode(DcpAsyncSave, durable=True),
-    DCP_ASYNC[1]: Mode(DcpAsyncSaveReusedStager, durable=True),
+    DCP_ASYNC: Mode(DcpAsyncSave, durable=True),
+    DCP_STAGER: Mode(DcpAsyncSaveReusedStager, durable=True),
     "torch_checkpointing": Mode(TorchCheckpointing, False, "torch_checkpointing", "0.1.1"),
     "torchsnapshot": Mode(TorchSnapshot, False, "torchsnapshot", "0.1.0"),
 }
