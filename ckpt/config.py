@@ -15,7 +15,7 @@ from ckpt.types import DIGEST_NAMES, DigestName
 
 MIB = 1 << 20
 _MOST_SECONDS = 30 * 24 * 3600
-_MOST_PENDING = 16  # snapshots that row guards can tell apart
+_MOST_PENDING = 16  # snapshots that row guards can tell apart; more would be copied whole
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]

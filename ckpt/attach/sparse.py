@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.attach.finding import FoundEmbedding, memory_refusal
+from ckpt.attach.finding import FoundEmbedding, memory_refusal, wrapped
 from ckpt.rows import Group, RowGuards, Table
 
 # With sparse gradients these change the gradient's rows and no others, given that the settings
@@ -193,6 +193,7 @@ class SparseTables:
                 for number, group in enumerate(optimizer.param_groups)
                 for parameter in group["params"]
                 if (one := self._guarded.get(id(parameter))) is not None
+                and not any(wrapped(optimizer))  # the optimizer in it has its own step
             ]
             known = self._held[optimizer] = sizes, held
         return known[1]

@@ -67,7 +67,9 @@ class Machine(RuleBasedStateMachine):
         self.checkpointer = SteppedCheckpointer(self.storage, self.config, sink=ListSink())
         if self.native == "0":
             self.checkpointer._stager._guards._pool = TorchPool()
-        assert isinstance(self.checkpointer._stager._guards._pool, TorchPool) == (self.native == "0")
+        assert isinstance(self.checkpointer._stager._guards._pool, TorchPool) == (
+            self.native == "0"
+        )
         self.checkpointer.guard(*self.job.objects)
         self.saves: list[Saved] = []
         self.checked = 0
@@ -132,11 +134,18 @@ class Machine(RuleBasedStateMachine):
     @rule(
         nth=st.integers(1, 40),
         where=st.sampled_from(
-            [("write", "data/*"), ("finish", "data/*"), ("create", "data/*"), ("create", "commits/*")]
+            [
+                ("write", "data/*"),
+                ("finish", "data/*"),
+                ("create", "data/*"),
+                ("create", "commits/*"),
+            ]
         ),
     )
     def break_storage(self, nth: int, where: tuple[str, str]) -> None:
-        self.storage.on(*where).nth(nth if where[0] == "write" else 1 + nth % 3).fail(StorageError("injected: the store is down"))
+        self.storage.on(*where).nth(nth if where[0] == "write" else 1 + nth % 3).fail(
+            StorageError("injected: the store is down")
+        )
         self.breakable = True
 
     @rule(
@@ -207,7 +216,9 @@ class Machine(RuleBasedStateMachine):
         except NotFoundError:
             newest = None
         # Adam's state exists only after a step; a checkpoint has it or not.
-        if self.last is not None and any(f.startswith("adam.state") for f in self.last.oracle.boxes):
+        if self.last is not None and any(
+            f.startswith("adam.state") for f in self.last.oracle.boxes
+        ):
             self.job.step(1)
         result = self.checkpointer.restore(self.job.state, fresh=newest is None)
         assert (result is None) == (self.last is None)
@@ -264,8 +275,8 @@ class TorchMachine(Machine):
     native = "0"
 
 
-Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TorchMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TorchMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=25, deadline=None)
 TestTorch = TorchMachine.TestCase
 
 

@@ -171,6 +171,7 @@ def test_copied_snapshots_accept_everything(what: str) -> None:
     "rows",
     [None, "rows", "mask", "int32", "negative", "twice", "empty"],
 )
+@pytest.mark.parametrize("table", [0, 4])  # a plain one and a fused one
 def test_touched_rows_may_change(table: int, rows: str | None) -> None:
     run = Run(proof="full")
     run.save()

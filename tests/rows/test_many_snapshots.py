@@ -67,7 +67,7 @@ def test_snapshots_that_stand_still_are_given_up_and_the_next_one_is_copied(pool
     fresh = begin(guards, tables)
     group.touch_rows(0, torch.arange(900))
     for part in tables[0].components:
-        part += 1
+        part.add_(1)
     while fresh.step(tables):
         pass
     fresh.check()
