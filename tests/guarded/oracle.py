@@ -33,6 +33,8 @@ class Oracle:
             assert encode_value(stored.values()) == self.values
         for fqn, boxes in self.boxes.items():
             for offsets, want in boxes:
+                if not want.numel():  # TorchRec's stand-in on ranks without a shard
+                    continue
                 got = torch.empty_like(want)
                 stored.read_into(fqn, got, offsets)
                 differ = bits(got) != bits(want)
