@@ -52,8 +52,9 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks limits --json build/benchmarks/limits.json $(BENCH)
-	$(BIN)/python -m benchmarks stall --json build/benchmarks/stall.json $(BENCH)
+	for name in limits stall memory interference persist scale; do \
+	  $(BIN)/python -m benchmarks $$name --json build/benchmarks/$$name.json $(BENCH) || exit 1; \
+	done
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,13 +49,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # End like an error does, so that ranks are killed and scratch folders removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    args.root.mkdir(parents=True, exist_ok=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
+    for option, folder in (("--root", args.root), ("--json", args.json.parent)):
+        if (why := _unwritable(folder)) is not None:
+            print(f"error: {option}: {folder}: {why}; name another folder", file=sys.stderr)
+            return 2
     result = BENCHMARKS[args.name][1](args)
     report.write(args.json, result)
     report.show(args.name, result)
     print(f"the figures are in {args.json}")
     return 1 if result.ratios.get("exact") is False else 0
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be made in a folder, which is made if need be; None if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except OSError as e:
+        return e.strerror or str(e)
+    return None
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def _row(name: str, runs: list[Seen]) -> Row:
         "persist_s": mid("persist_s"),
         "quiet_step_ms": mid("quiet_step_s", 1e3),
         "persist_step_ms": mid("persist_step_s", 1e3),
+        "copied_tables": first[0]["copied_tables"],
         "failed_saves": sum(a["failed"] for r in runs for a in r.answers),
         "others_cores": median(r.others_cores("open", "saved") for r in runs),
     }

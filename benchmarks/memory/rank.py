@@ -61,7 +61,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
             windows.quiet_for(BASELINE_S)
             moments[f"{moment}_end"] = time.monotonic()
     moments["saved"] = time.monotonic()
-    failed = ours.checkpointer.stats.failed
+    failed, copied = ours.checkpointer.stats.failed, ours.copied_tables()
     ours.close()
     tables_bytes = sum(t.nbytes for n, t in trainer.state.local.items() if n.startswith("tables."))
     return {
@@ -70,6 +70,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "moments": moments,
         "saves": saves,
         "failed": failed,
+        "copied_tables": copied,
     }
 
 

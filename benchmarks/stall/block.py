@@ -25,6 +25,7 @@ class BlockResult:
     extra_bytes: int
     differing: int | None
     others_cores: float
+    copied_tables: int | None = None
 
 
 def run_block(block: Block, world: int, root: Path, deadline_s: float) -> BlockResult:
@@ -47,6 +48,7 @@ def _joined(seen: Seen) -> BlockResult:
         extra_bytes=max(0, extra),
         differing=sum(n for a in answers for n in a["differing"].values()) if compared else None,
         others_cores=seen.others_cores("open", "saved"),
+        copied_tables=answers[0]["copied_tables"],
     )
 
 

@@ -50,6 +50,7 @@ def row(mode: str, blocks: list[BlockResult]) -> Row:
         "lost_ms": mid("lost_s", 1e3),
         "fence_wait_ms": mid("fence_wait_s", 1e3),
         "overlay_wait_ms": mid("overlay_wait_s", 1e3),
+        "copied_tables": blocks[0].copied_tables,
         "persist_s": mid("persist_s", 1),
         "durable": MODES[mode].durable,
         "unsynced_s": mid("unsynced_s", 1),

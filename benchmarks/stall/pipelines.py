@@ -20,10 +20,11 @@ from benchmarks.training.modes import guard_all
 from benchmarks.training.tables import row_bytes
 from benchmarks.training.workload import DIM, TABLES
 from ckpt import CheckpointConfig, Checkpointer
+from ckpt.events import ListSink
 from ckpt.tree import flatten
 
 PIPELINES = ("loop", "TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineSparseDistLite")
-SAVES = 4
+SAVES = 3
 STEPS = 10  # between saves at least, and after the last one
 DEADLINE_S = 600.0
 _POOL = 16
@@ -43,6 +44,7 @@ def row(runs: list[dict[str, int]]) -> Row:
         "compared": sum(r["compared"] for r in runs),
         "changed": sum(r["changed"] for r in runs),
         "differing": differing,
+        "copied_tables": sum(r["copied_tables"] for r in runs),
         # Where nothing changed after save(), nothing was shown.
         "exact": differing == 0 and all(r["compared"] > 0 and r["changed"] > 0 for r in runs),
     }
@@ -56,7 +58,8 @@ def _body(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     step = _stepper(job["pipeline"], ours, rows)
     kept: list[dict[str, torch.Tensor]] = []
     config = CheckpointConfig(persist_target_s=0.5)
-    with Checkpointer(str(folder), config) as checkpointer:
+    events = ListSink()
+    with Checkpointer(str(folder), config, sink=events) as checkpointer:
         guard_all(checkpointer, (ours.model, ours.optimizer))
         for _ in range(STEPS):
             step()
@@ -67,6 +70,7 @@ def _body(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         checkpointer.wait()
         changed = _differing(kept[0], _shards(ours.state))
     found = {"saves": SAVES, "compared": 0, "changed": changed, "differing": 0}
+    found["copied_tables"] = len(events.named("table_copied"))
     # The newest first: to restore a step is to give up those after it.
     for number, oracle in reversed(list(enumerate(kept, 1))):
         other = sharded_model(rows, seed=6)

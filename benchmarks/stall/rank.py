@@ -64,6 +64,7 @@ class RankResult:
     first_blocked_s: float
     saves: list[SaveFigures]
     differing: dict[str, int] | None
+    copied_tables: int | None
 
 
 class BlockRun:
@@ -94,8 +95,14 @@ class BlockRun:
         moments["saved"] = time.monotonic()
         differing = self._differing(saver) if self._block.verify else None
         saver.close()
-        state_bytes = windows.trainer.state.nbytes
-        return RankResult(state_bytes, moments, first.blocked_s, figures, differing)
+        return RankResult(
+            windows.trainer.state.nbytes,
+            moments,
+            first.blocked_s,
+            figures,
+            differing,
+            saver.copied_tables(),
+        )
 
     def _differing(self, saver: Saver) -> dict[str, int]:
         """Save beside training, and compare with a whole copy: how many elements differ in what."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.training.workload import State
 from ckpt import CheckpointConfig, Checkpointer
+from ckpt.events import ListSink
 from ckpt.storage import Storage
 
 
@@ -61,6 +62,10 @@ class Saver(ABC):
         """Is held while the trainer changes the state."""
         return contextlib.nullcontext()
 
+    def copied_tables(self) -> int | None:
+        """How many tables were copied that could have been left in place, where it tells."""
+        return None
+
     @abstractmethod
     def restore(self, step: int, into: State) -> None:
         """Read the save of `step` back into memory of the right shapes."""
@@ -76,7 +81,8 @@ class Sidestage(Saver):
         self, job: Job, config: CheckpointConfig | None = None, storage: Storage | None = None
     ) -> None:
         super().__init__(job)
-        self.checkpointer = Checkpointer(storage or str(job.folder), config)
+        self.events = ListSink()
+        self.checkpointer = Checkpointer(storage or str(job.folder), config, sink=self.events)
         guard_all(self.checkpointer, job.guarded)
         self._committed: Future[Any] | None = None
 
@@ -94,6 +100,10 @@ class Sidestage(Saver):
             name: seconds_of(getattr(stats, name, 0.0))
             for name in ("fence_wait_s", "overlay_wait_s")
         }
+
+    def copied_tables(self) -> int:
+        """How many tables weren't guarded, but copied."""
+        return len(self.events.named("table_copied"))
 
     def restore(self, step: int, into: State) -> None:
         with Checkpointer(self.checkpointer.storage) as reader:

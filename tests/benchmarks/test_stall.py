@@ -13,25 +13,29 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.stall import _ratios, modes
-from benchmarks.stall.block import BlockFailed, run_block
+from benchmarks.ranks import RanksFailed
+from benchmarks.stall import figures
+from benchmarks.stall.block import run_block
 from benchmarks.stall.rank import Block
-from benchmarks.training.modes import MODES, Mode
-from benchmarks.training.workload import DIM, Trainer, zipf_ids
+from benchmarks.training import modes
+from benchmarks.training.modes import DCP_ASYNC, DCP_STAGER, MODES, OURS, UNPACED, Mode
+from benchmarks.training.tables import KINDS, has_torchrec
+from benchmarks.training.workload import DIM, Trainer, Workload, uniform_ids, zipf_ids
 from benchmarks.watch import Watch
 
 MIB = 1 << 20
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def trainer() -> Iterator[Trainer]:
+@pytest.fixture(params=KINDS)
+def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
+    if request.param == "torchrec" and not has_torchrec():
+        pytest.skip("torchrec is not installed")
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Trainer(2 * MIB, init_device_mesh("cpu", (1,)))
+        yield Trainer(Workload(2 * MIB, request.param))
     finally:
         dist.destroy_process_group()
 
@@ -50,6 +54,12 @@ def test_ids_are_in_range_and_a_few_rows_get_most_lookups() -> None:
     assert ids.unique().diff().max() < rows // 100
 
 
+def test_uniform_ids_are_in_range_and_hit_as_many_rows_as_they_can() -> None:
+    ids = uniform_ids(1000, (2, 500), torch.Generator().manual_seed(3))
+    assert 0 <= int(ids.min()) < int(ids.max()) < 1000
+    assert len(ids.unique()) > 600
+
+
 def test_a_step_changes_looked_up_rows_with_their_optimizer_state_and_no_others(
     trainer: Trainer,
 ) -> None:
@@ -60,9 +70,11 @@ def test_a_step_changes_looked_up_rows_with_their_optimizer_state_and_no_others(
         moved = (
             trainer.state.local[f"tables.{n}.weight"] != before.local[f"tables.{n}.weight"]
         ).any(1)
-        adapted = trainer.state.local[f"tables.{n}.momentum"] != 0
-        assert torch.equal(moved, adapted)
         assert 0 < int(moved.sum()) < len(moved)
+        momentum = f"tables.{n}.momentum"
+        if momentum in trainer.state.local:
+            adapted = trainer.state.local[momentum].reshape(len(moved), -1) != 0
+            assert torch.equal(moved, adapted.any(1))
     assert trainer.step(contextlib.nullcontext, ready=True)
 
 
@@ -80,8 +92,8 @@ def test_a_single_flipped_bit_is_found_also_in_nans(trainer: Trainer) -> None:
     trainer.state.local["tables.1.weight"][3, DIM - 1] = float("nan")
     copy.local["tables.1.weight"][3, DIM - 1] = float("nan")
     assert copy.differing(trainer.state) == {}
-    copy.local["tables.2.momentum"].view(torch.int32)[5] ^= 1
-    assert copy.differing(trainer.state) == {"tables.2.momentum": 1}
+    copy.local["tables.2.weight"].view(torch.int32)[5, 0] ^= 1
+    assert copy.differing(trainer.state) == {"tables.2.weight": 1}
 
 
 def test_the_watcher_sees_memory_and_cpu_of_children_too() -> None:
@@ -108,8 +120,8 @@ def test_the_watcher_sees_memory_and_cpu_of_children_too() -> None:
 
 def test_a_mode_that_fails_gives_its_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    block = Block("no such mode", 0, MIB, 1, 1, 1)
-    with pytest.raises(BlockFailed, match="KeyError: 'no such mode'"):
+    block = Block("no such mode", MIB, 1, 1, 1, "plain")
+    with pytest.raises(RanksFailed, match="KeyError: 'no such mode'"):
         run_block(block, 1, tmp_path, WAIT_S)
     assert os.listdir(tmp_path) == ["file"]
 
@@ -126,13 +138,15 @@ def test_a_package_that_is_missing_or_of_another_version_is_skipped_with_the_rea
     assert MODES["sidestage"].unavailable() is None
 
 
-def test_ratios_take_the_better_peer_and_the_worst_rank_count() -> None:
+def test_ratios_take_the_worst_count_of_ranks_and_time_lost_without_a_free_core() -> None:
     def row(
         mode: str, ranks: int, blocked: float, lost: float, **more: object
     ) -> dict[str, object]:
         return {
+            "part": "modes",
             "mode": mode,
             "ranks": ranks,
+            "size_mib": 64,
             "status": "ok",
             "blocked_ms": blocked,
             "lost_ms": lost,
@@ -143,22 +157,38 @@ def test_ratios_take_the_better_peer_and_the_worst_rank_count() -> None:
         }
 
     rows = [
-        row("sidestage", 1, 50, 100),
-        row("dcp.async_save", 1, 200, 400),
-        row("dcp.async_save + stager", 1, 100, 500),
-        row("sidestage", 2, 30, 300),
-        row("dcp.async_save", 2, 100, 400),
-        {"mode": "dcp.async_save + stager", "ranks": 2, "status": "failed", "reason": "x"},
+        row(OURS, 1, 50, 300),
+        row(DCP_ASYNC, 1, 100, 400),
+        row(DCP_STAGER, 1, 50, 500),
+        row(OURS, 2, 30, 100),
+        row(UNPACED, 2, 30, 40),
+        row(DCP_ASYNC, 2, 100, 400),
+        {**row(DCP_STAGER, 2, 0, 0), "status": "failed", "reason": "x"},
+        row(OURS, 2, 8, 0, part="sizes", size_mib=256),
+        row(OURS, 2, 4, 0, part="sizes", size_mib=16),
+        {"part": "dense", "mode": OURS, "ranks": 1, "status": "ok", "block_vs_memcpy": 0.9},
     ]
-    ratios = _ratios(rows, [1, 2])
+    ratios = figures.ratios(rows)
     assert ratios["block_vs_dcp_async_1_ranks"] == 0.5
-    assert ratios["lost_vs_dcp_async_1_ranks"] == 0.25
     assert ratios["block_vs_dcp_async_2_ranks"] == 0.3
     assert ratios["block_vs_dcp_async"] == 0.5
-    assert ratios["lost_vs_dcp_async"] == 0.75
+    assert ratios["block_vs_dcp_async_stager"] == 1.0
+    assert ratios["lost_vs_dcp_async_1_ranks"] == 0.75
+    assert ratios["lost_vs_dcp_async"] == 0.25
+    assert ratios["lost_vs_dcp_async_unpaced"] == 0.1
     assert ratios["step_inflation"] == 3.0
+    assert ratios["block_4g_vs_quarter_g"] == 2.0
+    assert ratios["dense_block_vs_memcpy"] == 0.9
     assert ratios["exact"] is True
     rows[3]["exact"] = False
-    assert _ratios(rows, [1, 2])["exact"] is False
-    # Ours didn't run at all: nothing was shown.
-    assert _ratios(rows[1:3], [1])["exact"] is False
+    assert figures.ratios(rows)["exact"] is False
+
+
+def test_a_pipeline_that_failed_has_shown_nothing_and_one_that_cant_run_isnt_asked() -> None:
+    rows = [
+        {"part": "pipelines", "mode": "loop", "ranks": 1, "status": "ok", "exact": True},
+        {"part": "pipelines", "mode": "x", "ranks": 1, "status": "skipped", "reason": "r"},
+    ]
+    assert figures.ratios(rows)["exact"] is True
+    rows[1]["status"] = "failed"
+    assert figures.ratios(rows)["exact"] is False
