@@ -155,17 +155,14 @@ def _dtensor_shards(fqn: str, value: DTensor) -> tuple[Shard, ...]:
         return ()
     if any(p.is_partial() for p in value.placements):
         raise BadInputError(f"{fqn}: a DTensor with partial placements has no value yet; reduce it")
-    return tuple(
-        Shard(
-            tuple(offsets),
-            tuple(sizes),
-            _plain(
-                f"{fqn} (local shard)",
-                value.__get_tensor_shard__(MetadataIndex(fqn, offsets)),  # type: ignore[no-untyped-call]
-            ),
-        )
-        for offsets, sizes in _boxes(value)
-    )
+    shards = []
+    for offsets, sizes in _boxes(value):
+        local = value.__get_tensor_shard__(MetadataIndex(fqn, offsets))  # type: ignore[no-untyped-call]
+        plain = _plain(f"{fqn} (local shard)", local)
+        if not plain.numel():  # TorchRec's stand-in on a rank without a shard has another shape
+            plain = plain.new_empty(sizes)
+        shards.append(Shard(tuple(offsets), tuple(sizes), plain))
+    return tuple(shards)
 
 
 def _boxes(value: DTensor) -> list[tuple[torch.Size, torch.Size]]:
