@@ -125,6 +125,7 @@ class Attachment:
                     first = _first_row(part, component)
                     if first is None:
                         continue
+                    group.versions.forgive()
                     if rows is None and first == 0 and part.shape[:1] == component.shape[:1]:
                         group.touch_all(number)
                     else:

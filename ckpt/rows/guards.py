@@ -21,6 +21,7 @@ from ckpt.native import SLOTS, load
 from ckpt.rows.native_pool import NativePool
 from ckpt.rows.pool import Pool, Stop, Table
 from ckpt.rows.torch_pool import TorchPool
+from ckpt.rows.versions import Component, Versions
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
@@ -46,6 +47,7 @@ class Group:
     def __init__(self, guards: RowGuards, tables: tuple[Table, ...], keys: tuple[Any, ...]) -> None:
         self.tables = tables
         self.keys = keys
+        self.versions = Versions(tables, guards._note_edited)
         self._guards = guards
 
     def touch(self, ids: torch.Tensor, bounds: Sequence[int], tables: Sequence[int]) -> None:
@@ -205,6 +207,8 @@ class RowGuards:
         if not free or self._epoch >= _LAST_EPOCH:
             return None
         self._epoch += 1
+        for g in self._groups:
+            g.versions.settle()
         snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
         self._open[free[0]] = snapshot
         self._pool.open(free[0], self._epoch)
@@ -292,6 +296,10 @@ class RowGuards:
         self._pool.release(key, chunk)
         return True
 
+    def _note_edited(self, components: Sequence[Component]) -> None:
+        for snapshot in self._open.values():
+            snapshot._edited += components
+
     def _note_passed(self, key: Any, chunk: int) -> None:
         """On the copying side: a snapshot has a chunk."""
         self._passed.append((key, chunk))
@@ -323,6 +331,7 @@ class RowSnapshot:
         self._guards = guards
         self._pool = guards._pool
         self._places = places
+        self._edited: list[Component] = []
         self._given_up: str | None = None
         self._closed = False
 
@@ -347,6 +356,15 @@ class RowSnapshot:
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
         """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
         return self._pool.untouched(place.key, self.epoch, a, b)
+
+    def edited(self) -> list[Component]:
+        """What was written to in place since opening, neither by a step nor announced.
+
+        Runs on a persist thread.
+        """
+        # In this order: what a step that begins meanwhile takes away from `differing`, it has noted.
+        found = [c for g in self._guards._groups for c in g.versions.differing()]
+        return list(dict.fromkeys([*self._edited, *found]))
 
     def give_up(self, why: str) -> None:
         """It keeps nothing from now on; whoever copies it learns why."""

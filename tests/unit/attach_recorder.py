@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt.rows import Table
+from ckpt.rows.versions import Versions
 
 
 @dataclass(eq=False)
@@ -20,6 +21,10 @@ class RecordedGroup:
     tables: tuple[Table, ...]
     touches: list[tuple[int, Tensor, tuple[Tensor, ...]]] = field(default_factory=list)
     calls: int = 0
+    versions: Versions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = Versions(self.tables, lambda _: None)
 
     def touch(self, ids: Tensor, bounds: Sequence[int], tables: Sequence[int]) -> None:
         assert ids.dtype in (torch.int32, torch.int64)
