@@ -5,7 +5,8 @@ On the trainer's thread. What it makes, a `Snapshot`, then belongs to a persist 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from ckpt.fence import Copy, StepFence, identity, owned_by_steps
 from ckpt.plan import RankPlan
 from ckpt.proof import RowProof
 from ckpt.ring import Ring
-from ckpt.rows import RowGuards, RowSnapshot
+from ckpt.rows import Place, RowGuards, RowSnapshot
 from ckpt.snapshot import GuardedItems, Snapshot
 from ckpt.staging import Arena
 from ckpt.tree import FlatState, Shard
@@ -131,6 +132,8 @@ class Stager:
         self, shards: list[Shard], plan: RankPlan, rows: RowSnapshot | None, arena: Arena
     ) -> Snapshot:
         tables, rest = _guarded(shards, rows)
+        if rows is not None:
+            rows.watch(_aliases(tables, shards))
         homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
         fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
         dense = None
@@ -167,6 +170,16 @@ class Stager:
     def _ring_of(self, nbytes: int) -> Ring:
         size = nbytes or share_out(self._config, 0, 0, self._upload_bytes).buffer_bytes
         return Ring(BUFFERS, size, pinned=torch.cuda.is_available())
+
+
+def _aliases(
+    tables: Sequence[GuardedItems], shards: list[Shard]
+) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The state's own tensors of guarded components."""
+    for table in tables:
+        for k, n in enumerate(table.items):
+            if n is not None:
+                yield replace(table.place, component=k), shards[n].tensor
 
 
 def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:

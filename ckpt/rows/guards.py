@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckpt.native import SLOTS, load
 from ckpt.rows.native_pool import NativePool
 from ckpt.rows.pool import Pool, Stop, Table
 from ckpt.rows.torch_pool import TorchPool
-from ckpt.rows.versions import Component, Versions
+from ckpt.rows.versions import Component, Versions, Watched
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
@@ -356,6 +356,17 @@ class RowSnapshot:
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
         """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
         return self._pool.untouched(place.key, self.epoch, a, b)
+
+    def watch(self, aliases: Iterable[tuple[Place, torch.Tensor]]) -> None:
+        """Find edits through these tensors, too: those by which the state has the components.
+
+        On the training thread, right after opening.
+        """
+        tensors: dict[Table, list[Watched]] = {}
+        for place, alias in aliases:
+            tensors.setdefault(place.table, []).append((place.table, place.component, alias))
+        for g in self._guards._groups:
+            g.versions.watch(w for t in g.tables for w in tensors.get(t, ()))
 
     def edited(self) -> list[Component]:
         """What was written to in place since opening, neither by a step nor announced.

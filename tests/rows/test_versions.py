@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from ckpt.rows import Component, RowGuards, RowSnapshot, Table
+from ckpt.rows import Component, RowGuards, RowSnapshot, Table, versions
 from ckpt.rows.guards import Group
 from ckpt.rows.versions import Versions
 from ckpt.types import SystemClock
@@ -167,26 +169,46 @@ def test_what_is_ignored_never_differs(watched: Watched) -> None:
 def test_a_step_that_begins_during_the_look_isnt_an_edit(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = watched.versions
-    versions.settle()
-    read, steps = versions._read, []
+    settle, begun = watched.versions.settle, []
 
-    def read_late() -> tuple[int, ...]:
-        """Before its first look, a whole step; before its second, the beginning of one."""
-        if len(steps) < 2:
-            steps.append(None)
-            monkeypatch.setattr(versions, "_read", read)
-            versions.release()
-            watched.memory[0] += 1
-            if len(steps) == 1:
-                versions.settle()
-            monkeypatch.setattr(versions, "_read", read_late)
-        return read()
+    def read_late(tensors: Sequence[tuple[Table, int, torch.Tensor]]) -> tuple[int, ...]:
+        """Before the first look goes on, a whole step; in the second, the beginning of one."""
+        if threading.current_thread() is not main and len(begun) < 2:
+            begun.append(None)
+            on_training_thread.submit(step).result()
+        return read(tensors)
 
+    def step() -> None:
+        watched.versions.release()
+        watched.memory[0] += 1
+        if len(begun) == 1:
+            settle()
+
+    settle()
+    read, main = versions._read, threading.current_thread()
     monkeypatch.setattr(versions, "_read", read_late)
-    assert versions.differing() == []
-    assert len(steps) == 2
+    with ThreadPoolExecutor(1) as on_training_thread, ThreadPoolExecutor(1) as persist_thread:
+        main = on_training_thread.submit(threading.current_thread).result()
+        assert persist_thread.submit(watched.differing).result() == []
+    assert len(begun) == 2
     assert watched.told == []
+
+
+def test_aliases_with_counters_of_their_own_are_watched(watched: Watched) -> None:
+    alias = watched.memory.data
+    watched.versions.settle()
+    alias[0] = 1
+    assert watched.differing() == []
+    watched.versions.watch([(watched.tables[0], 0, alias)])
+    assert watched.differing() == []
+    alias[0] = 1
+    assert watched.differing() == [("a", 0)]
+    watched.memory[0] = 1
+    assert watched.differing() == [("a", 0), ("b", 0)]
+    watched.versions.watch(())
+    assert watched.told == [[("a", 0), ("b", 0)]]
+    alias[0] = 1
+    assert watched.differing() == []
 
 
 def test_tensors_without_a_counter_are_left_out() -> None:
