@@ -236,6 +236,7 @@ def check_exact(pipeline: Any, source: Iterator[Batch], state: dict[str, Any], r
     live = [s.tensor for x in flatten(state, rank).leaves.values() for s in x.shards]
     snapshot = guards.open()
     found = [(p, t, t.clone()) for t in live if (p := snapshot.find(t)) is not None]
+    snapshot.watch((p, t) for p, t, _ in found)
     pipeline.progress(source)
     pipeline.progress(source)
     assert any(not torch.equal(t, before) for _, t, before in found)
@@ -248,6 +249,7 @@ def check_exact(pipeline: Any, source: Iterator[Batch], state: dict[str, Any], r
         got[id(place.table)] = parts
     for place, _, before in found:
         assert torch.equal(got[id(place.table)][place.component], before), place.table.name
+    assert not snapshot.edited()
     snapshot.close()
     attachment.detach()
 
