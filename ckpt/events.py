@@ -13,7 +13,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `save_not_finished` | step, epoch, error |
 | `trainer_waited` | why ("overlay", "fence" or "slot"), wait_s |
 | `overlay` | bytes in use, fraction of its share |
-| `untracked_write` | step, table, rows: the first of those that changed unseen |
+| `untracked_write` | step, table, rows: the first of those that changed unseen, as far as they are known |
 | `restored` | step, epoch |
 | `not_restored` | step, keys |
 | `checkpoint_set_aside` | step, epoch, error |

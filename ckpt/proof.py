@@ -4,7 +4,8 @@ Eviction, decay, hand edits: whatever writes a guarded table behind its guard ma
 mixture. So some rows of each table are kept in save() and compared with what is copied of them:
 a change of the whole table is found whenever it comes. And random rows of each block are kept
 as it is copied and compared with the live table before the snapshot closes, except for rows that
-training has announced since. With "full", save() keeps all rows.
+training has announced since. With "full", save() keeps all rows. In-place operations of torch
+are found without luck, by the tables' version counters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from ckpt.config import Proof
 from ckpt.errors import UntrackedWriteError
-from ckpt.rows import Place, RowSnapshot
+from ckpt.rows import Component, Place, RowSnapshot, Table
 
 _KEPT_BYTES = 8 << 20  # of a snapshot at most: that is the proof's cost in memory and time
 _LEAST_SHARE = 64  # and at most one row in so many
@@ -46,7 +47,8 @@ class _Known:
 class RowProof:
     """The proof of one snapshot. Made in save(); the rest runs on the persist thread.
 
-    report: told the table and the rows of an untracked write, before it's raised.
+    report: told the table and the rows of an untracked write, as far as they're known, before
+    it's raised.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RowProof:
         total_bytes = sum(p.table.rows * sum(p.table.widths) for p in places)
         self._share = max(_LEAST_SHARE, -(-total_bytes // _KEPT_BYTES))
         self._samples: list[_Sample] = []
+        self._stored: dict[Table, set[int]] = {}
         self._random = random.Random()
         self._known = {id(p.table): self._know(p, proof) for p in places}
 
@@ -69,6 +72,7 @@ class RowProof:
 
         Raises UntrackedWriteError if those known from save() aren't what they were.
         """
+        self._stored[place.table] = {k for k, o in enumerate(out) if o is not None}
         self._compare(place, row, rows, out)
         count = min(rows, max(1, rows // self._share))
         first = self._random.randrange(rows - count + 1)
@@ -79,6 +83,11 @@ class RowProof:
 
     def check(self) -> None:
         """Compare what was kept with the live tables; raises UntrackedWriteError."""
+        # The samples first: they know the table and rows.
+        self._check_samples()
+        self._check_versions()
+
+    def _check_samples(self) -> None:
         kept: dict[Place, list[_Sample]] = {}
         for s in self._samples:
             kept.setdefault(s.place, []).append(s)
@@ -116,6 +125,20 @@ class RowProof:
             events[-1].record(torch.cuda.current_stream(device))
         return _Known(first, step, parts, tuple(events))
 
+    def _check_versions(self) -> None:
+        edited = [(t, k) for t, k in self._snapshot.edited() if k in self._stored.get(t, ())]
+        if not edited:
+            return
+        found = _by_counter(edited)
+        for tables in dict.fromkeys(tables for tables, _ in found):
+            self._report(tables, [])
+        shown = "; ".join(f"{tables}: {part}" for tables, part in found[:_SHOWN])
+        raise UntrackedWriteError(
+            f"{shown}{' ...' if len(found) > _SHOWN else ''} was changed in place outside of training "
+            f"while a snapshot was open; call touched() before, or save with "
+            f'snapshot = "copied"'
+        )
+
     def _compare(
         self, place: Place, row: int, rows: int, out: Sequence[torch.Tensor | None]
     ) -> None:
@@ -143,6 +166,18 @@ class RowProof:
 
 def _count(sample: _Sample) -> int:
     return next(p.shape[0] for p in sample.parts if p is not None)
+
+
+def _by_counter(edited: Sequence[Component]) -> list[tuple[str, str]]:
+    """(tables, component) of each version counter: tables in one memory share it, so it may be any."""
+    tables: dict[tuple[int, int], list[str]] = {}
+    for table, k in edited:
+        memory = table.components[k].untyped_storage().data_ptr()
+        tables.setdefault((memory, k), []).append(table.name)
+    return [
+        (" or ".join(names), f"optimizer state {k}" if k else "weight")
+        for (_, k), names in tables.items()
+    ]
 
 
 def _changed(kept: Sequence[torch.Tensor | None], live: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,8 @@ On the trainer's thread. What it makes, a `Snapshot`, then belongs to a persist 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from ckpt.native import cuda_used
 from ckpt.plan import RankPlan
 from ckpt.proof import RowProof
 from ckpt.ring import Ring
-from ckpt.rows import RowGuards, RowSnapshot
+from ckpt.rows import Place, RowGuards, RowSnapshot
 from ckpt.snapshot import GuardedItems, Snapshot
 from ckpt.staging import Arena
 from ckpt.tree import FlatState, Leaf, Shard
@@ -139,6 +140,8 @@ class Stager:
     ) -> Snapshot:
         shards = plan.shards(flat)
         tables, rest = _guarded(shards, rows)
+        if rows is not None:
+            rows.watch(_aliases(tables, shards))
         homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
         fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
         dense = None
@@ -187,6 +190,16 @@ class Stager:
 
 def _whole(leaf: Leaf) -> torch.Tensor | None:
     return leaf.source if isinstance(leaf.source, DTensor) else None
+
+
+def _aliases(
+    tables: Sequence[GuardedItems], shards: list[Shard]
+) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The state's own tensors of guarded components."""
+    for table in tables:
+        for k, n in enumerate(table.items):
+            if n is not None:
+                yield replace(table.place, component=k), shards[n].tensor
 
 
 def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:

@@ -126,6 +126,7 @@ class Attachment:
                     shared = _shared_rows(part, component)
                     if shared is None:
                         continue
+                    group.versions.forgive()
                     numbers = _mapped(rows, part, component) if rows is not None else None
                     if numbers is not None:
                         group.touch_rows(number, numbers)

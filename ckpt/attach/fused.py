@@ -88,6 +88,8 @@ class FusedTables:
         if self.group is not None:
             guards.drop(self.group)
         self.group = guards.group(tables) if tables else None
+        if self.group is not None and not all(t.components[0].is_cpu for t in self.group.tables):
+            self.group.versions.ignore()
         if self._hook is not None:
             self._hook.group = self.group
 
@@ -127,6 +129,7 @@ class _LookupHook:
 
         def before_update(_grad: Tensor) -> None:
             if (group := self.group) is not None:
+                group.versions.before_update()
                 # On a device the edges stay there: to fetch them would make the host wait.
                 group.touch(ids, edges.tolist() if edges.device.type == "cpu" else edges, features)
 

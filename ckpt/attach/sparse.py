@@ -2,7 +2,7 @@
 
 One global step pre-hook reads the sparse gradients right before the step. Whatever the step may
 change beyond them (a dense gradient, a closure that makes new ones, settings that reach all
-rows) is announced as the whole table.
+rows) is announced as the whole table. A post-hook tells that the step's writes are over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from ckpt.attach.finding import FoundEmbedding, memory_refusal, wrapped
 from ckpt.rows import Group, RowGuards, Table
@@ -62,7 +66,7 @@ class SparseTables:
     _optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     _guarded: dict[int, _Guarded] = field(default_factory=dict)
     _held: WeakKeyDictionary[Optimizer, _Held] = field(default_factory=WeakKeyDictionary)
-    _hook: Any = None
+    _hooks: tuple[RemovableHandle, ...] = ()
 
     def add(self, embeddings: Iterable[FoundEmbedding], optimizers: Iterable[Optimizer]) -> None:
         """Know more modules and optimizers; the next `refresh` judges them."""
@@ -113,17 +117,20 @@ class SparseTables:
                 guards.drop(old.group)
         self._guarded = guarded
         self._held = WeakKeyDictionary()
-        if guarded and self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+        if guarded and not self._hooks:
+            self._hooks = (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            )
 
     def detach(self, guards: RowGuards) -> None:
-        """Take the hook off again."""
+        """Take the hooks off again."""
         for one in self._guarded.values():
             guards.drop(one.group)
         self._guarded, self._held = {}, WeakKeyDictionary()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = ()
 
     def _weights(self) -> Iterator[tuple[str, Tensor, str | None]]:
         """Name, weight and bar of each weight: tied ones are one table, under its first name."""
@@ -171,6 +178,7 @@ class SparseTables:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         for one, number in self._held_by(optimizer):
+            one.group.versions.release()
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is self
             grad = one.weight.grad
             known = type(optimizer) in _OPTIMIZERS and closure is None
@@ -197,6 +205,10 @@ class SparseTables:
             ]
             known = self._held[optimizer] = sizes, held
         return known[1]
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for one, _ in self._held_by(optimizer):
+            one.group.versions.settle()
 
 
 def _reaches_all_rows(optimizer: Optimizer, number: int) -> str | None:

@@ -2,8 +2,10 @@
 
 from ckpt.rows.guards import Group, Place, RowGuards, RowSnapshot
 from ckpt.rows.pool import Table
+from ckpt.rows.versions import Component
 
 __all__ = [
+    "Component",
     "Group",
     "Place",
     "RowGuards",

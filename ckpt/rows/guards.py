@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt.rows.native_pool import NativePool
 from ckpt.rows.pool import Pool, Stop, Table, nbytes
 from ckpt.rows.pools import Pools
 from ckpt.rows.torch_pool import TorchPool
+from ckpt.rows.versions import Component, Versions, Watched
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
@@ -47,6 +48,7 @@ class Group:
     def __init__(self, guards: RowGuards, tables: tuple[Table, ...], keys: tuple[Any, ...]) -> None:
         self.tables = tables
         self.keys = keys
+        self.versions = Versions(tables, guards._note_edited)
         self._guards = guards
 
     def touch(
@@ -208,6 +210,8 @@ class RowGuards:
         if not free or self._epoch >= _LAST_EPOCH:
             return None
         self._epoch += 1
+        for g in self._groups:
+            g.versions.settle()
         snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
         self._open[free[0]] = snapshot
         self._pool.open(free[0], self._epoch)
@@ -297,6 +301,10 @@ class RowGuards:
         self._pool.release(key, chunk)
         return True
 
+    def _note_edited(self, components: Sequence[Component]) -> None:
+        for snapshot in self._open.values():
+            snapshot._edited += components
+
     def _note_passed(self, key: Any, chunk: int) -> None:
         """On the copying side: a snapshot has a chunk."""
         self._passed.append((key, chunk))
@@ -330,6 +338,7 @@ class RowSnapshot:
         self._places = places
         # What a copier has published as passed it may still lay old rows over: that isn't "has".
         self._has: dict[Any, int] = {}
+        self._edited: list[Component] = []
         self._given_up: str | None = None
         self._closed = False
 
@@ -365,6 +374,26 @@ class RowSnapshot:
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
         """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
         return self._pool.untouched(place.key, self.epoch, a, b)
+
+    def watch(self, aliases: Iterable[tuple[Place, torch.Tensor]]) -> None:
+        """Find edits through these tensors, too: those by which the state has the components.
+
+        On the training thread, right after opening.
+        """
+        tensors: dict[Table, list[Watched]] = {}
+        for place, alias in aliases:
+            tensors.setdefault(place.table, []).append((place.table, place.component, alias))
+        for g in self._guards._groups:
+            g.versions.watch(w for t in g.tables for w in tensors.get(t, ()))
+
+    def edited(self) -> list[Component]:
+        """What was written to in place since opening, neither by a step nor announced.
+
+        Runs on a persist thread.
+        """
+        # In this order: what a step that begins meanwhile takes away from `differing`, it has noted.
+        found = [c for g in self._guards._groups for c in g.versions.differing()]
+        return list(dict.fromkeys([*self._edited, *found]))
 
     def give_up(self, why: str) -> None:
         """It keeps nothing from now on; whoever copies it learns why."""

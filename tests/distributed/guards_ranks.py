@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -234,6 +236,7 @@ def check_exact(pipeline: Any, source: Iterator[Batch], state: dict[str, Any], r
     live = [s.tensor for x in flatten(state, rank).leaves.values() for s in x.shards]
     snapshot = guards.open()
     found = [(p, t, t.clone()) for t in live if (p := snapshot.find(t)) is not None]
+    snapshot.watch((p, t) for p, t, _ in found)
     pipeline.progress(source)
     pipeline.progress(source)
     assert any(not torch.equal(t, before) for _, t, before in found)
@@ -246,6 +249,7 @@ def check_exact(pipeline: Any, source: Iterator[Batch], state: dict[str, Any], r
         got[id(place.table)] = parts
     for place, _, before in found:
         assert torch.equal(got[id(place.table)][place.component], before), place.table.name
+    assert not snapshot.edited()
     snapshot.close()
     attachment.detach()
 
@@ -340,6 +344,39 @@ def touch_by_hand(rank: int, world: int) -> None:
             everywhere: list[Any] = [None] * world
             dist.all_gather_object(everywhere, rows)
             assert {r for part in everywhere for r in part} == {3, ROWS - 1}, fqn
+        for component, source in enumerate((model, optimizer)):
+            check_unannounced(recorder, source, component, rank)
+
+
+def check_unannounced(recorder: Recorder, source: Any, component: int, rank: int) -> None:
+    """A write to any part of a state dict shows on the version counter of its table."""
+    guarded = {
+        identity(t.components[component]): (g, t)
+        for g in recorder.groups
+        for t in g.tables
+        if len(t.components) > component
+    }
+    saved = [s.tensor for x in flatten({"": source}, rank).leaves.values() for s in x.shards]
+    aliases = {identity(s): s for s in saved}
+    for leaf in flatten({"": source.state_dict()}, rank).leaves.values():
+        for part in local_parts(leaf.source):
+            key = identity(part)
+            if (found := guarded.pop(key, None)) is not None:
+                group, table = found
+                group.versions.watch([(table, component, aliases[key])])
+                group.edited.clear()
+                assert not group.edits()
+                with torch.no_grad():
+                    part[:1].mul_(2)
+                assert (table.name, component) in group.edits()
+    assert not guarded
+
+
+def local_parts(value: Any) -> list[Tensor]:
+    """The memory on this rank. What `to_local()` of a DTensor gives has counters that nobody else sees."""
+    if isinstance(value, ShardedTensor):
+        return [s.tensor for s in value.local_shards()]
+    return value._local_tensor.local_shards() if isinstance(value, DTensor) else [value]
 
 
 def main() -> None:

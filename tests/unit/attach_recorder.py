@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.rows import Table
+from ckpt.rows import Component, Table
+from ckpt.rows.versions import Versions
 
 
 @dataclass(eq=False)
@@ -20,6 +21,15 @@ class RecordedGroup:
     tables: tuple[Table, ...]
     touches: list[tuple[int, Tensor, tuple[Tensor, ...]]] = field(default_factory=list)
     calls: int = 0
+    edited: list[Component] = field(default_factory=list)
+    versions: Versions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = Versions(self.tables, self.edited.extend)
+
+    def edits(self) -> set[tuple[str, int]]:
+        """Components that were written to in place, neither by a step nor announced, since settled."""
+        return {(t.name, k) for t, k in (*self.edited, *self.versions.differing())}
 
     def touch(self, ids: Tensor, bounds: Sequence[int], tables: Sequence[int]) -> None:
         assert ids.dtype in (torch.int32, torch.int64)
@@ -83,10 +93,13 @@ class Recorder:
         for g in self.groups:
             g.touches.clear()
             g.calls = 0
+            g.versions.settle()
+            g.edited.clear()
             before |= {t.name: [c.clone() for c in t.components] for t in g.tables}
         changed: dict[str, set[int]] = {}
         yield changed
         for g in self.groups:
+            assert not g.edits()
             for n, t in enumerate(g.tables):
                 changed[t.name] = changed_rows(before[t.name], t.components)
                 missed = changed[t.name] - g.rows(n)
