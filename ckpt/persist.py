@@ -120,8 +120,9 @@ class Persister:
         started = self._clock.monotonic()
         terms = self._terms(save)
         placement = Placement(terms.prefix, terms.rank, save.kinds)
-        writer = ChunkWriter(self._storage, placement, self._config, self._pump(save.snapshot))
         try:
+            pump = self._pump(save.snapshot)
+            writer = ChunkWriter(self._storage, placement, self._config, pump)
             writer.write_data(save.plan.plan, SnapshotPlanner(save.snapshot))
         finally:
             save.snapshot.close()
