@@ -90,8 +90,9 @@ class CheckpointConfig:
         returns and copies them while training goes on, exactly; nothing but training may change
         them until `handle.staged` is done, see `Checkpointer.save`. "copied" copies everything
         before save() returns: anything may be changed at once, for a second copy in memory.
-    staging_bytes: host memory for the ring, the overlay and upload buffers of guarded
-        snapshots. None: a fifth of the guarded tables, at least 64 MiB.
+    staging_bytes: memory for the ring, the overlay and upload buffers of guarded snapshots. None:
+        a fifth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
+        tables on a CUDA device: old rows stay on the device, in the same part of its tables.
     stall_limit_s: a snapshot that has made training wait for so long, because its overlay was
         full and storage too slow, is given up and counted as failed.
     proof: "sampled" compares random rows of each snapshot with the live tables again before it

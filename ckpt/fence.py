@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import UntrackedWriteError
 from ckpt.native import move
+from ckpt.rows.device import CudaDevice, Device, Mark
 from ckpt.types import Clock
 
 _PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait for
@@ -33,6 +34,10 @@ class Copy:
     home: torch.Tensor
 
 
+def _cuda_device(device: torch.device) -> Device | None:
+    return CudaDevice(device) if device.type == "cuda" else None
+
+
 class StepFence:
     """Keeps optimizers from stepping over state that is still being copied.
 
@@ -40,14 +45,21 @@ class StepFence:
         clock: measures waits.
         waited: told how long a step waited, in seconds.
         hurry: called when a step waits for a copy that a background thread has begun.
+        device_of: the streams for copies of tensors on a device; None for host memory.
     """
 
     def __init__(
-        self, clock: Clock, waited: Callable[[float], None], hurry: Callable[[], None]
+        self,
+        clock: Clock,
+        waited: Callable[[float], None],
+        hurry: Callable[[], None],
+        device_of: Callable[[torch.device], Device | None] = _cuda_device,
     ) -> None:
         self._clock = clock
         self._waited = waited
         self._hurry = hurry
+        self._device_of = device_of
+        self._devices: dict[torch.device, Device | None] = {}
         self._open: list[DenseCopy] = []
         self.unsteady: set[str] = set()
         """Keys that were seen to change outside of steps: not to be fenced again."""
@@ -55,7 +67,20 @@ class StepFence:
 
     def open(self, copies: Sequence[Copy]) -> DenseCopy:
         """Begin to copy tensors that `owned_by_steps` named. On the training thread."""
-        begun = DenseCopy(copies, self._hurry, self.unsteady)
+        there: dict[torch.device, list[Copy]] = {}
+        for c in copies:
+            there.setdefault(c.live.device, []).append(c)
+        here: list[Copy] = []
+        beside: list[_DeviceCopies] = []
+        for place, mine in there.items():
+            if place not in self._devices:
+                self._devices[place] = self._device_of(place)
+            device = self._devices[place]
+            if device is None:
+                here += mine
+            else:
+                beside.append(_DeviceCopies(device, mine))
+        begun = DenseCopy(here, beside, self._hurry, self.unsteady)
         self._open = [c for c in self._open if not c.done] + [begun]
         return begun
 
@@ -78,47 +103,86 @@ class StepFence:
             self.finish()
 
 
+class _DeviceCopies:
+    """The copies from one device: all enqueued at once, beside training's stream."""
+
+    def __init__(self, device: Device, copies: Sequence[Copy]) -> None:
+        self._checked = False
+        self._versions = [(c, c.live._version) for c in copies]
+        opened = device.mark()
+        with device.beside():
+            opened.wait()
+            for c in copies:
+                c.home.copy_(c.live, non_blocking=True)
+                device.keep(c.live)
+            self._made: Mark = device.mark()
+
+    def order(self) -> list[str]:
+        """What training enqueues from now on comes after the copies; keys changed before that."""
+        changed = [] if self._checked else self._changed()
+        self._checked = True
+        self._made.wait()
+        return changed
+
+    def settle(self) -> list[str]:
+        """Wait for the copies; the keys of tensors that were changed before, by anything but a step."""
+        self._made.synchronize()
+        changed = self._changed()
+        # Looked at after the versions: unless a step came before them, no step has changed any.
+        if self._checked:
+            return []
+        self._checked = True
+        return changed
+
+    def _changed(self) -> list[str]:
+        return [c.fqn for c, version in self._versions if c.live._version != version]
+
+
 class DenseCopy:
-    """One snapshot's copies, made by a persist thread and by training, whoever comes first."""
+    """One snapshot's copies, made by a persist thread and by training, whoever comes first.
+
+    copies: of host memory. beside: those of devices, which are under way already.
+    """
 
     def __init__(
-        self, copies: Sequence[Copy], hurry: Callable[[], None], unsteady: set[str]
+        self,
+        copies: Sequence[Copy],
+        beside: Sequence[_DeviceCopies],
+        hurry: Callable[[], None],
+        unsteady: set[str],
     ) -> None:
         self._hurry = hurry
         self._unsteady = unsteady
         self._changed = threading.Condition()
-        self._versions = [(c, c.live._version) for c in copies]
-        self._left = {c.fqn: 0 for c in copies}
+        self._beside = tuple(beside)
+        self._ordered = not beside
+        self._left: dict[str, int] = {}
         self._pieces: list[tuple[Copy, torch.Tensor, torch.Tensor]] = []
-        self._events: list[torch.cuda.Event] = []
-        on_device = [c for c in copies if c.live.is_cuda]
         for c in copies:
-            if not c.live.is_cuda:
-                pieces = list(_pieces(c))
-                self._left[c.fqn] = len(pieces)
-                self._pieces += pieces
+            pieces = list(_pieces(c))
+            self._left[c.fqn] = len(pieces)
+            self._pieces += pieces
         self._next = 0
         self._running = 0
-        self._version_of = {c.fqn: v for c, v in self._versions}
+        self._version_of = {c.fqn: c.live._version for c in copies}
         self.overwritten: list[str] = []
-        self._copy_from_devices(on_device)
 
     @property
     def done(self) -> bool:
-        """Is every copy of host memory made?"""
-        return self._next >= len(self._pieces) and not self._running and not self._events
+        """May a step go on without `finish`?"""
+        return self._next >= len(self._pieces) and not self._running and self._ordered
 
     def help(self) -> None:
         """Copy until nothing is left to begin. Runs on a persist thread."""
         while self._copy_one(move):
             pass
+        self._settle_devices()
 
     def finish(self) -> None:
         """Copy the rest and wait for what others have begun: afterwards the state may change."""
-        for event in self._events:
-            # Orders the step after the copies on the device; the host doesn't wait.
-            event.wait()
-        self._events = []
+        for copies in self._beside:
+            self._note(copies.order())  # the host doesn't wait
+        self._ordered = True
         while self._copy_one(_copy):
             pass
         if self._running:
@@ -131,8 +195,6 @@ class DenseCopy:
 
         Raises UntrackedWriteError naming what was changed before it was copied.
         """
-        for event in tuple(self._events):
-            event.synchronize()
         self.help()
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
@@ -149,9 +211,8 @@ class DenseCopy:
         with self._changed:
             self._next = len(self._pieces)
             self._changed.wait_for(lambda: not self._running)
-        for event in self._events:
-            event.synchronize()
-        self._events = []
+        self._settle_devices()
+        self._ordered = True
 
     def _copy_one(self, by: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
         with self._changed:
@@ -174,19 +235,14 @@ class DenseCopy:
                     self._changed.notify_all()
         return True
 
-    def _copy_from_devices(self, copies: Sequence[Copy]) -> None:
-        """Enqueue all device copies on a stream of their own, behind what is enqueued already."""
-        for device in {c.live.device for c in copies}:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for c in copies:
-                    if c.live.device == device:
-                        c.home.copy_(c.live, non_blocking=True)
-                        c.live.record_stream(stream)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-            self._events.append(event)
+    def _settle_devices(self) -> None:
+        for copies in self._beside:
+            self._note(copies.settle())
+
+    def _note(self, changed: Sequence[str]) -> None:
+        with self._changed:
+            self.overwritten += changed
+            self._unsteady.update(changed)
 
 
 def owned_by_steps(

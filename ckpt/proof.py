@@ -54,7 +54,10 @@ class RowProof:
         if proof == "full":
             for place in places:
                 if id(place.table) not in self._whole:
-                    self._whole[id(place.table)] = tuple(c.clone() for c in place.table.components)
+                    self._whole[id(place.table)] = tuple(
+                        torch.empty_like(c, device="cpu").copy_(c.detach())
+                        for c in place.table.components
+                    )
 
     def keep(self, place: Place, row: int, rows: int, out: Sequence[torch.Tensor | None]) -> None:
         """Rows [row, row + rows) were copied into `out`, uint8 for each component or None.
@@ -73,8 +76,8 @@ class RowProof:
     def check(self) -> None:
         """Compare what was kept with the live tables; raises UntrackedWriteError."""
         for s in self._samples:
-            live = s.place.table.components
-            changed = _changed(s.parts, [c[s.row : s.row + _count(s)] for c in live])
+            live = self._snapshot.live(s.place, s.row, s.row + _count(s))
+            changed = _changed(s.parts, live)
             # After the rows themselves: a row that training has changed was announced before.
             changed &= self._snapshot.untouched(s.place, s.row, s.row + _count(s))
             if changed.any():
@@ -114,5 +117,5 @@ def _changed(kept: Sequence[torch.Tensor | None], live: Sequence[torch.Tensor]) 
     for k, now in zip(kept, live, strict=True):
         if k is not None:
             rows = now.detach().reshape(now.shape[0], -1).view(torch.uint8)
-            changed |= (k != rows.cpu()).any(1)
+            changed |= (k != rows).any(1)
     return changed

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from typing import Any
 
 import torch
 
 from ckpt.errors import BadInputError, SaveError
+from ckpt.native import pin, unpin
 
 ALIGN_BYTES = 4096
 _MIB = 1 << 20
 _HUGE_BYTES = 2 * _MIB
-_SHARE = 32  # a buffer is at most this part of the staging memory
+_SHARE = 16  # a buffer is at most this part of the staging memory: four leave most of it to old rows
 
 
 def buffer_bytes(staging_bytes: int, chunk_bytes: int) -> int:
@@ -46,12 +46,12 @@ class RingBuffer:
         self.tensor = whole[start : start + size]
         self.view = memoryview(memory)[start : start + size]
         self.tensor.zero_()
-        self._pinned = pinned and _pin(self.tensor)
+        self._pinned = pinned and pin(self.tensor)
 
     def close(self) -> None:
         """Let the memory go. Not to be used again."""
         if self._pinned:
-            _cuda().cudaHostUnregister(self.tensor.data_ptr())
+            unpin(self.tensor)
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.view = memoryview(b"")
 
@@ -74,6 +74,8 @@ class Ring:
         self._out = 0
         self._closed = False
         self._changed = threading.Condition()
+        self.device: torch.device | None = None
+        """The CUDA device whose threads make the buffers; a new thread would be at the first one."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -101,13 +103,14 @@ class Ring:
             self._changed.wait_for(lambda: self._out < self.buffers or self._closed)
             if self._closed:
                 raise SaveError("the ring of staging buffers is closed; make a new Checkpointer")
-            buffer = (
-                self._free.pop()
-                if self._free
-                else RingBuffer(self._wanted_bytes, pinned=self._pinned)
-            )
+            buffer = self._free.pop() if self._free else self._made()
             self._out += 1
             return buffer
+
+    def _made(self) -> RingBuffer:
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        return RingBuffer(self._wanted_bytes, pinned=self._pinned)
 
     def give(self, buffer: RingBuffer) -> None:
         """Give a buffer back. Nobody may use it, or a part of it, after that."""
@@ -127,14 +130,3 @@ class Ring:
                 buffer.close()
             self._free = []
             self._changed.notify_all()
-
-
-def _pin(tensor: torch.Tensor) -> bool:
-    """Page-lock a tensor's memory; False where the driver refuses, which costs only speed."""
-    if not torch.cuda.is_available():
-        return False
-    return int(_cuda().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

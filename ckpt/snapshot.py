@@ -106,7 +106,8 @@ class Snapshot:
     def close(self) -> None:
         """It won't be written, or has been: nothing is kept for it any more. Idempotent."""
         if self.dense is not None:
-            self.dense.abandon()  # its memory may be another save's next
+            self.dense.abandon()
+        self.arena.settle()  # its memory may be another save's next
         if self.rows is not None:
             self.rows.close()
         if not self.fixed.done():

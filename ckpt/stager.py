@@ -14,6 +14,7 @@ from ckpt.attach import Attachment
 from ckpt.budget import BUFFERS, share_out
 from ckpt.config import CheckpointConfig
 from ckpt.fence import Copy, StepFence, identity, owned_by_steps
+from ckpt.native import cuda_used
 from ckpt.plan import RankPlan
 from ckpt.proof import RowProof
 from ckpt.ring import Ring
@@ -103,6 +104,8 @@ class Stager:
 
     def stage(self, step: int, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
         """Fix the state of this rank's shards as it is now."""
+        if cuda_used():
+            self.ring.device = torch.device("cuda", torch.cuda.current_device())
         shards = plan.shards(flat)
         rows = self._guards.open() if self._guards.guarded_bytes else None
         try:
@@ -114,9 +117,13 @@ class Stager:
         if rows is not None:
             places = [t.place for t in snapshot.tables]
             proof = self._config.proof
-            snapshot.proof = RowProof(
-                rows, places, proof, lambda table, found: self._untracked(step, table, found)
-            )
+            try:
+                snapshot.proof = RowProof(
+                    rows, places, proof, lambda table, found: self._untracked(step, table, found)
+                )
+            except BaseException:  # no memory for a whole copy
+                snapshot.close()
+                raise
         snapshot.fix_if_copied()
         return snapshot
 
@@ -141,7 +148,12 @@ class Stager:
                 [Copy(items[n].index.fqn, shards[n].tensor, homes[n]) for n in fenced]
             )
         now = [n for n in rest if n not in fenced]
-        arena.stage([shards[n] for n in now], [homes[n] for n in now])
+        try:
+            arena.stage([shards[n] for n in now], [homes[n] for n in now])
+        except BaseException:
+            if dense is not None:
+                dense.abandon()  # the arena will be another save's
+            raise
         return Snapshot(
             tables=tables,
             staged=[(n, homes[n]) for n in rest],

@@ -7,10 +7,12 @@ machine with CUDA the arena is pinned, so that device copies run at the link's s
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from ckpt.native import pin, touched_memory, unpin
 from ckpt.tree import Shard
 
 _ALIGN = 4096
@@ -23,6 +25,7 @@ class Arena:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
+        self._unpin: weakref.finalize[..., Arena] | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -54,7 +57,8 @@ class Arena:
             # Tensor.copy_ releases the GIL and uses all intra-op threads; the storage's own holds it.
             home.copy_(shard.tensor, non_blocking=True)
         for device in {s.tensor.device for s in shards if s.tensor.is_cuda}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking: a persist thread that waits must not take a core from training.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
@@ -72,5 +76,11 @@ class Arena:
     def _reserve(self, need_bytes: int) -> None:
         if need_bytes > self._buffer.numel():
             # Free the old one first: both at once would be a second copy of the state.
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.zeros(need_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = touched_memory(need_bytes)
+            if self._pinned and pin(self._buffer):
+                self._unpin = weakref.finalize(self, unpin, self._buffer)
+                self._unpin.atexit = False  # the driver is gone by then

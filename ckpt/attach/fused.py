@@ -127,7 +127,8 @@ class _LookupHook:
 
         def before_update(_grad: Tensor) -> None:
             if (group := self.group) is not None:
-                group.touch(ids, edges.tolist(), features)
+                # On a device the edges stay there: to fetch them would make the host wait.
+                group.touch(ids, edges.tolist() if edges.device.type == "cpu" else edges, features)
 
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 

@@ -19,7 +19,8 @@ import torch
 from ckpt.errors import BadInputError, SaveError
 from ckpt.native import SLOTS, load
 from ckpt.rows.native_pool import NativePool
-from ckpt.rows.pool import Pool, Stop, Table
+from ckpt.rows.pool import Pool, Stop, Table, nbytes
+from ckpt.rows.pools import Pools
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import Clock
 
@@ -48,12 +49,15 @@ class Group:
         self.keys = keys
         self._guards = guards
 
-    def touch(self, ids: torch.Tensor, bounds: Sequence[int], tables: Sequence[int]) -> None:
+    def touch(
+        self, ids: torch.Tensor, bounds: Sequence[int] | torch.Tensor, tables: Sequence[int]
+    ) -> None:
         """Rows are about to change: ids[bounds[i]:bounds[i + 1]] are rows of tables[i].
 
         ids: int32 or int64, 1-D, in any order; those out of range count as row 0, which is what
-        lookups make of them. Call it before the change, on the thread that makes it. Waits if
-        the overlay is full.
+        lookups make of them. Where they are on a device give `bounds` as a tensor there, too,
+        unless the host knows them. Call it before the change, on the thread and the stream that
+        make it. Waits if the overlay is full.
         """
         keys = [self.keys[t] for t in tables]
         self._guards._touch(keys, ids.contiguous(), bounds)
@@ -89,7 +93,7 @@ class RowGuards:
         self._hurry = hurry
         self._waited = waited
         native = load()
-        self._pool: Pool = NativePool(native) if native else TorchPool()
+        self._pool: Pool = Pools(NativePool(native) if native else TorchPool())
         self._epoch = 1
         self._chunk_rows: dict[Any, int] = {}
         self._places: dict[tuple[Any, ...], Place] = {}
@@ -113,7 +117,7 @@ class RowGuards:
 
     @property
     def guarded_bytes(self) -> int:
-        return sum(t.rows * sum(t.widths) for g in self._groups for t in g.tables)
+        return sum(nbytes(t) for g in self._groups for t in g.tables)
 
     @property
     def tags_bytes(self) -> int:
@@ -127,9 +131,8 @@ class RowGuards:
 
     def pressure(self) -> float:
         """How full the overlay is, 0 to 1."""
-        used = self._pool.used_bytes
-        self.peak_bytes = max(self.peak_bytes, used)
-        return used / max(self._pool.capacity_bytes, 1)
+        self.peak_bytes = max(self.peak_bytes, self._pool.used_bytes)
+        return self._pool.fullness
 
     @property
     def capacity_bytes(self) -> int:
@@ -210,7 +213,9 @@ class RowGuards:
         self._pool.open(free[0], self._epoch)
         return snapshot
 
-    def _touch(self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int]) -> None:
+    def _touch(
+        self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int] | torch.Tensor
+    ) -> None:
         if self._passed or self._closed:
             self._settle()
         stop = self._pool.touch(keys, ids, bounds, Stop(0, 0))
@@ -287,7 +292,7 @@ class RowGuards:
     def _release_passed(self, key: Any, chunk: int) -> bool:
         rows = self._chunk_rows[key]
         end = min(key.table.rows, (chunk + 1) * rows)
-        if any(self._pool.passed(key, slot) < end for slot in self._open):
+        if any(snapshot.has(key) < end for snapshot in self._open.values()):
             return False
         self._pool.release(key, chunk)
         return True
@@ -323,8 +328,16 @@ class RowSnapshot:
         self._guards = guards
         self._pool = guards._pool
         self._places = places
+        # What a copier has published as passed it may still lay old rows over: that isn't "has".
+        self._has: dict[Any, int] = {}
         self._given_up: str | None = None
         self._closed = False
+
+    def has(self, key: Any) -> int:
+        """How many rows of a table are copied for good: of them nothing kept is needed any more."""
+        if self._closed or self._given_up is not None:
+            return int(key.table.rows)
+        return self._has.get(key, 0)
 
     def find(self, tensor: torch.Tensor) -> Place | None:
         """The guarded component that a live tensor is, by its memory; None if it isn't one."""
@@ -341,8 +354,13 @@ class RowSnapshot:
         laid = self._pool.copy(place.key, self.slot, a, b, out)
         if self._given_up is not None:
             raise SaveError(self._given_up)
+        self._has[place.key] = b
         self._guards._note_passed(place.key, chunk)
         return laid
+
+    def live(self, place: Place, a: int, b: int) -> tuple[torch.Tensor, ...]:
+        """Rows [a, b) of each component as they are now, in host memory. On a persist thread."""
+        return self._pool.live(place.key, a, b)
 
     def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
         """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ckpt.native import HEAD_BYTES, PARTS, SLOTS, Native, PoolStruct, TableStruct, touched_memory
-from ckpt.rows.pool import Stop, Table
+from ckpt.rows.pool import Stop, Table, host_rows
 
 _SLABS = 4096
 _MIN_SLAB_BYTES = 16 << 10
@@ -76,6 +76,10 @@ class NativePool:
     def used_bytes(self) -> int:
         return (self._slabs - int(self._struct.n_free)) * int(self._struct.slab_bytes)
 
+    @property
+    def fullness(self) -> float:
+        return self.used_bytes / max(self.capacity_bytes, 1)
+
     def add(self, table: Table) -> NativeTable:
         added = NativeTable(table)
         self._tables.append(added)
@@ -107,7 +111,11 @@ class NativePool:
         s.free_slabs, s.n_free, s.slab_bytes = free.data_ptr(), count, slab
 
     def touch(
-        self, keys: Sequence[NativeTable], ids: torch.Tensor, bounds: Sequence[int], start: Stop
+        self,
+        keys: Sequence[NativeTable],
+        ids: torch.Tensor,
+        bounds: Sequence[int] | torch.Tensor,
+        start: Stop,
     ) -> Stop | None:
         n = len(keys)
         tables = (ctypes.c_void_p * n)(*[k.address for k in keys])
@@ -151,6 +159,9 @@ class NativePool:
     def kept_chunks(self, key: NativeTable) -> list[int]:
         kept: list[int] = (key.first >= 0).nonzero().flatten().tolist()
         return kept
+
+    def live(self, key: NativeTable, a: int, b: int) -> tuple[torch.Tensor, ...]:
+        return host_rows(key.table, a, b)
 
     def untouched(self, key: NativeTable, epoch: int, a: int, b: int) -> torch.Tensor:
         return key.tag[a:b] < epoch

@@ -1,6 +1,7 @@
 """What row guards ask of the place where old rows are kept.
 
-There are two: `native_pool` for tables in host memory, and `torch_pool`, the reference.
+There are three: `native_pool` for tables in host memory, `torch_pool`, its reference, and
+`device_pool` for tables on a device; `pools` is all of a checkpointer's in one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ class Table:
         return tuple(c[:1].numel() * c.element_size() for c in self.components)
 
 
+def nbytes(table: Table) -> int:
+    """Bytes of all rows."""
+    return table.rows * sum(table.widths)
+
+
+def host_rows(table: Table, a: int, b: int) -> tuple[torch.Tensor, ...]:
+    """Rows [a, b) of a table in host memory, as they are."""
+    return tuple(c[a:b].detach() for c in table.components)
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Where a touch ran out of room: go on from there."""
@@ -43,8 +54,8 @@ class Stop:
 class Pool(Protocol):
     """Tags of all rows, and the old rows that open snapshots still need.
 
-    A tag is the epoch in which a row was last about to change, 0: long ago. `copy`, `pass_all` and
-    `untouched` are the copying side's; all others are the training side's, one thread at a time.
+    A tag is the epoch in which a row was last about to change, 0: long ago. `copy`, `pass_all`,
+    `live` and `untouched` are the copying side's; all others are the training side's, one thread at a time.
     Key: what `add` returned.
     """
 
@@ -53,6 +64,11 @@ class Pool(Protocol):
 
     @property
     def used_bytes(self) -> int: ...
+
+    @property
+    def fullness(self) -> float:
+        """How much of what may be kept is, 0 to 1."""
+        ...
 
     def takes(self, table: Table) -> bool:
         """Can it keep rows of this table?"""
@@ -69,9 +85,16 @@ class Pool(Protocol):
         ...
 
     def touch(
-        self, keys: Sequence[Any], ids: torch.Tensor, bounds: Sequence[int], start: Stop
+        self,
+        keys: Sequence[Any],
+        ids: torch.Tensor,
+        bounds: Sequence[int] | torch.Tensor,
+        start: Stop,
     ) -> Stop | None:
-        """Rows ids[bounds[s]:bounds[s + 1]] of keys[s] are about to change. None: all done."""
+        """Rows ids[bounds[s]:bounds[s + 1]] of keys[s] are about to change. None: all done.
+
+        bounds: a tensor only where the tables are on a device.
+        """
         ...
 
     def touch_all(self, key: Any) -> None:
@@ -105,6 +128,10 @@ class Pool(Protocol):
 
     def kept_chunks(self, key: Any) -> list[int]:
         """The chunks of which something is kept."""
+        ...
+
+    def live(self, key: Any, a: int, b: int) -> tuple[torch.Tensor, ...]:
+        """Rows [a, b) of each component in host memory, as they are now."""
         ...
 
     def untouched(self, key: Any, epoch: int, a: int, b: int) -> torch.Tensor:

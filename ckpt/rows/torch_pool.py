@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt.native import HEAD_BYTES, SLOTS
-from ckpt.rows.pool import Stop, Table
+from ckpt.rows.pool import Stop, Table, host_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class TorchPool:
     def used_bytes(self) -> int:
         return self._used
 
+    @property
+    def fullness(self) -> float:
+        return self.used_bytes / max(self.capacity_bytes, 1)
+
     def add(self, table: Table) -> TorchTable:
         tag = torch.zeros(table.rows, dtype=torch.uint8)
         added = TorchTable(table, tag, max(table.rows, 1), [table.rows] * SLOTS)
@@ -78,9 +82,14 @@ class TorchPool:
         self._capacity = capacity_bytes
 
     def touch(
-        self, keys: Sequence[TorchTable], ids: torch.Tensor, bounds: Sequence[int], start: Stop
+        self,
+        keys: Sequence[TorchTable],
+        ids: torch.Tensor,
+        bounds: Sequence[int] | torch.Tensor,
+        start: Stop,
     ) -> Stop | None:
         with self._training:
+            bounds = list(bounds)
             at = start.at
             for segment in range(start.segment, len(keys)):
                 at = max(at, bounds[segment])
@@ -138,6 +147,9 @@ class TorchPool:
 
     def kept_chunks(self, key: TorchTable) -> list[int]:
         return list(key.kept)
+
+    def live(self, key: TorchTable, a: int, b: int) -> tuple[torch.Tensor, ...]:
+        return host_rows(key.table, a, b)
 
     def untouched(self, key: TorchTable, epoch: int, a: int, b: int) -> torch.Tensor:
         return key.tag[a:b] < epoch

@@ -13,7 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckpt import native
 from ckpt.rows import RowGuards, RowSnapshot, Table
+from ckpt.rows.device import HostDevice
+from ckpt.rows.device_pool import DevicePool
 from ckpt.rows.native_pool import NativePool
+from ckpt.rows.pools import Pools
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import SystemClock
 
@@ -31,11 +34,15 @@ def make(pool: str, monkeypatch: pytest.MonkeyPatch | None = None, **options: An
     guards = RowGuards(SystemClock(), 60.0, **options)
     if pool == "torch":
         guards._pool = TorchPool()
-    assert isinstance(guards._pool, NativePool if pool == "native" else TorchPool)
+    elif pool == "device":  # what runs on CUDA, on tensors in host memory
+        guards._pool = DevicePool(HostDevice())
+    else:
+        assert isinstance(guards._pool, Pools)
+        assert isinstance(guards._pool._host, NativePool)
     return guards
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "device"])
 def pool(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -211,10 +218,16 @@ class TorchMachine(Machine):
     pool = "torch"
 
 
-Machine.TestCase.settings = TorchMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None
-)
+class DeviceMachine(Machine):
+    pool = "device"
+
+
+for machine, examples in ((Machine, 40), (TorchMachine, 40), (DeviceMachine, 15)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None
+    )
 TestTorch = TorchMachine.TestCase
+TestDevice = DeviceMachine.TestCase
 
 
 @pytest.mark.skipif(native.load() is None, reason="no C compiler at installation")

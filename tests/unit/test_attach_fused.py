@@ -16,6 +16,8 @@ from ckpt import native
 from ckpt.attach import Attachment
 from ckpt.events import ListSink
 from ckpt.rows import RowGuards
+from ckpt.rows.device import HostDevice
+from ckpt.rows.device_pool import DevicePool
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.types import SystemClock
 from tests.unit.attach_recorder import Recorder, train
@@ -468,7 +470,7 @@ def test_what_this_machine_cannot_run_is_judged_by_its_settings() -> None:
     assert "newer rows may be in its cache" in (judged(weights_physical_placements=cached) or "")
 
 
-@pytest.mark.parametrize("pool", ["native", "torch"])
+@pytest.mark.parametrize("pool", ["native", "torch", "device"])
 def test_real_guards_give_the_state_at_opening(pool: str) -> None:
     if pool == "native" and native.load() is None:
         pytest.skip("the native part wasn't built: no C compiler at installation")
@@ -476,6 +478,8 @@ def test_real_guards_give_the_state_at_opening(pool: str) -> None:
     guards = RowGuards(SystemClock(), 5.0)
     if pool == "torch":
         guards._pool = TorchPool()
+    elif pool == "device":
+        guards._pool = DevicePool(HostDevice())
     attachment = Attachment(guards, ListSink())
     attachment.add(module)
     guards.lay_out(1 << 16, 1 << 22)
