@@ -15,6 +15,7 @@ from ckpt.types import DIGEST_NAMES, DigestName
 
 MIB = 1 << 20
 _MOST_SECONDS = 30 * 24 * 3600
+_MOST_PENDING = 16  # snapshots that row guards can tell apart; more would be copied whole
 
 WhenBusy = Literal["block", "skip", "coalesce"]
 Compression = Literal["auto", "off"]
@@ -149,8 +150,8 @@ class CheckpointConfig:
                 )
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise BadInputError(f"chunk_bytes = {self.chunk_bytes}: give 4096 to {1 << 30}")
-        if self.max_pending < 1:
-            raise BadInputError(f"max_pending = {self.max_pending}: give at least 1")
+        if not 1 <= self.max_pending <= _MOST_PENDING:
+            raise BadInputError(f"max_pending = {self.max_pending}: give 1 to {_MOST_PENDING}")
         if self.when_busy == "coalesce" and self.max_pending < 2:
             raise BadInputError("when_busy = 'coalesce' needs max_pending of at least 2")
         for name in ("commit_timeout_s", "close_timeout_s", "stall_limit_s"):

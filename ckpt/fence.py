@@ -27,11 +27,19 @@ _PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait f
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor of the state, by its key, and the host memory of its shape that it's copied to."""
+    """A tensor of the state, by its key, and the host memory of its shape that it's copied to.
+
+    whole: what `live` is a part of, where that counts changes apart: a DTensor.
+    """
 
     fqn: str
     live: torch.Tensor
     home: torch.Tensor
+    whole: torch.Tensor | None = None
+
+    def version(self) -> tuple[int, int]:
+        """Rises with every in-place operation; writes through `.data` don't count."""
+        return self.live._version, self.whole._version if self.whole is not None else 0
 
 
 def _cuda_device(device: torch.device) -> Device | None:
@@ -108,7 +116,7 @@ class _DeviceCopies:
 
     def __init__(self, device: Device, copies: Sequence[Copy]) -> None:
         self._checked = False
-        self._versions = [(c, c.live._version) for c in copies]
+        self._versions = [(c, c.version()) for c in copies]
         opened = device.mark()
         with device.beside():
             opened.wait()
@@ -135,7 +143,7 @@ class _DeviceCopies:
         return changed
 
     def _changed(self) -> list[str]:
-        return [c.fqn for c, version in self._versions if c.live._version != version]
+        return [c.fqn for c, version in self._versions if c.version() != version]
 
 
 class DenseCopy:
@@ -156,15 +164,16 @@ class DenseCopy:
         self._changed = threading.Condition()
         self._beside = tuple(beside)
         self._ordered = not beside
-        self._left: dict[str, int] = {}
-        self._pieces: list[tuple[Copy, torch.Tensor, torch.Tensor]] = []
-        for c in copies:
-            pieces = list(_pieces(c))
-            self._left[c.fqn] = len(pieces)
+        self._copies = copies
+        self._versions = [c.version() for c in copies]
+        self._left: list[int] = []
+        self._pieces: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for n, c in enumerate(copies):
+            pieces = [(n, live, home) for live, home in _pieces(c)]
+            self._left.append(len(pieces))
             self._pieces += pieces
         self._next = 0
         self._running = 0
-        self._version_of = {c.fqn: c.live._version for c in copies}
         self.overwritten: list[str] = []
 
     @property
@@ -218,7 +227,7 @@ class DenseCopy:
         with self._changed:
             if self._next >= len(self._pieces):
                 return False
-            copy, live, home = self._pieces[self._next]
+            n, live, home = self._pieces[self._next]
             self._next += 1
             self._running += 1
         try:
@@ -226,11 +235,11 @@ class DenseCopy:
         finally:
             with self._changed:
                 self._running -= 1
-                self._left[copy.fqn] -= 1
-                # In-place operations count up; the last piece was copied before this look.
-                if not self._left[copy.fqn] and copy.live._version != self._version_of[copy.fqn]:
-                    self.overwritten.append(copy.fqn)
-                    self._unsteady.add(copy.fqn)
+                self._left[n] -= 1
+                # The last piece was copied before this look.
+                if not self._left[n] and self._copies[n].version() != self._versions[n]:
+                    self.overwritten.append(self._copies[n].fqn)
+                    self._unsteady.add(self._copies[n].fqn)
                 if not self._running:
                     self._changed.notify_all()
         return True
@@ -265,7 +274,15 @@ def owned_by_steps(
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Names a tensor's memory as it is used: two with one identity are the same values."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return (
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        lazy,
+    )
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
@@ -288,12 +305,12 @@ def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
     home.copy_(live)
 
 
-def _pieces(copy: Copy) -> Iterator[tuple[Copy, torch.Tensor, torch.Tensor]]:
+def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A tensor in pieces of some megabytes; one whose memory isn't contiguous, whole."""
     if not copy.live.is_contiguous():
-        yield copy, copy.live, copy.home
+        yield copy.live, copy.home
         return
     live, home = copy.live.reshape(-1), copy.home.reshape(-1)
     step = max(1, _PIECE_BYTES // copy.live.element_size())
     for a in range(0, live.numel(), step):
-        yield copy, live[a : a + step], home[a : a + step]
+        yield live[a : a + step], home[a : a + step]

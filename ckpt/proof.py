@@ -1,9 +1,10 @@
 """Snapshots prove themselves: what no guard saw change must not have changed.
 
 Eviction, decay, hand edits: whatever writes a guarded table behind its guard makes a snapshot a
-mixture. So random rows are kept from each block as it is copied and compared with the live
-table before the snapshot closes, except for rows that training has announced since. With
-"full", all rows are compared with a whole copy taken in save().
+mixture. So some rows of each table are kept in save() and compared with what is copied of them:
+a change of the whole table is found whenever it comes. And random rows of each block are kept
+as it is copied and compared with the live table before the snapshot closes, except for rows that
+training has announced since. With "full", save() keeps all rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ckpt.rows import Place, RowSnapshot
 
 _KEPT_BYTES = 8 << 20  # of a snapshot at most: that is the proof's cost in memory and time
 _LEAST_SHARE = 64  # and at most one row in so many
+_KNOWN_ROWS = 16  # of each table, kept in save(): that takes microseconds
 _SHOWN = 8
 
 
@@ -29,6 +31,16 @@ class _Sample:
     place: Place
     row: int
     parts: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Rows first, first + step, ... of each component as they were in save()."""
+
+    first: int
+    step: int
+    parts: tuple[torch.Tensor, ...]
+    taken: tuple[torch.cuda.Event, ...]
 
 
 class RowProof:
@@ -50,22 +62,14 @@ class RowProof:
         self._share = max(_LEAST_SHARE, -(-total_bytes // _KEPT_BYTES))
         self._samples: list[_Sample] = []
         self._random = random.Random()
-        self._whole: dict[int, tuple[torch.Tensor, ...]] = {}
-        if proof == "full":
-            for place in places:
-                if id(place.table) not in self._whole:
-                    self._whole[id(place.table)] = tuple(
-                        torch.empty_like(c, device="cpu").copy_(c.detach())
-                        for c in place.table.components
-                    )
+        self._known = {id(p.table): self._know(p, proof) for p in places}
 
     def keep(self, place: Place, row: int, rows: int, out: Sequence[torch.Tensor | None]) -> None:
         """Rows [row, row + rows) were copied into `out`, uint8 for each component or None.
 
-        Raises UntrackedWriteError under "full", if they aren't what they were in save().
+        Raises UntrackedWriteError if those known from save() aren't what they were.
         """
-        if whole := self._whole.get(id(place.table)):
-            self._compare(place, row, rows, out, whole)
+        self._compare(place, row, rows, out)
         count = min(rows, max(1, rows // self._share))
         first = self._random.randrange(rows - count + 1)
         parts = tuple(
@@ -75,28 +79,58 @@ class RowProof:
 
     def check(self) -> None:
         """Compare what was kept with the live tables; raises UntrackedWriteError."""
+        kept: dict[Place, list[_Sample]] = {}
         for s in self._samples:
-            live = self._snapshot.live(s.place, s.row, s.row + _count(s))
-            changed = _changed(s.parts, live)
+            kept.setdefault(s.place, []).append(s)
+        for place, samples in kept.items():
+            # All samples of a table at once: each call of torch holds Python's lock for a moment.
+            rows = torch.cat([torch.arange(s.row, s.row + _count(s)) for s in samples])
+            parts = [
+                None if p[0] is None else torch.cat([x for x in p if x is not None])
+                for p in zip(*(s.parts for s in samples), strict=True)
+            ]
+            live = self._live(place, samples, rows)
+            changed = rows[_changed(parts, live)].tolist()
             # After the rows themselves: a row that training has changed was announced before.
-            changed &= self._snapshot.untouched(s.place, s.row, s.row + _count(s))
-            if changed.any():
-                found = (changed.nonzero().flatten() + s.row).tolist()
-                self._fail(s.place.table.name, found)
+            found = [r for r in changed if self._snapshot.untouched(place, r, r + 1).item()]
+            if found:
+                self._fail(place.table.name, found)
+
+    def _live(self, place: Place, samples: list[_Sample], rows: torch.Tensor) -> list[torch.Tensor]:
+        components = place.table.components
+        if all(c.device.type == "cpu" for c in components):
+            return [c.detach()[rows] for c in components]
+        each = [self._snapshot.live(place, s.row, s.row + _count(s)) for s in samples]
+        return [torch.cat(parts) for parts in zip(*each, strict=True)]
+
+    def _know(self, place: Place, proof: Proof) -> _Known:
+        rows, components = place.table.rows, place.table.components
+        step = 1 if proof == "full" else max(1, rows // _KNOWN_ROWS)
+        first = self._random.randrange(min(step, max(rows, 1)))
+        # A whole copy in host memory: a device may not have the room.
+        where = "cpu" if proof == "full" else None
+        parts = tuple(c.detach()[first::step].to(where, copy=True) for c in components)
+        events = []
+        for device in {c.device for c in components if c.is_cuda}:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(torch.cuda.current_stream(device))
+        return _Known(first, step, parts, tuple(events))
 
     def _compare(
-        self,
-        place: Place,
-        row: int,
-        rows: int,
-        out: Sequence[torch.Tensor | None],
-        whole: Sequence[torch.Tensor],
+        self, place: Place, row: int, rows: int, out: Sequence[torch.Tensor | None]
     ) -> None:
-        parts = [None if o is None else o.view(rows, -1) for o in out]
-        changed = _changed(parts, [w[row : row + rows] for w in whole])
-        if changed.any():
-            found = (changed.nonzero().flatten() + row).tolist()
-            self._fail(place.table.name, found)
+        known = self._known[id(place.table)]
+        begin = max(0, -(-(row - known.first) // known.step))
+        end = max(0, -(-(row + rows - known.first) // known.step))
+        if begin >= end:
+            return
+        for event in known.taken:
+            event.synchronize()
+        at = known.first + begin * known.step - row
+        got = [None if o is None else o.view(rows, -1)[at :: known.step] for o in out]
+        changed = _changed(got, [p[begin:end] for p in known.parts]).nonzero().flatten()
+        if changed.numel():
+            self._fail(place.table.name, (changed * known.step + row + at).tolist())
 
     def _fail(self, table: str, rows: list[int]) -> NoReturn:
         self._report(table, rows)

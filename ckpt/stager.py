@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt.attach import Attachment
 from ckpt.budget import BUFFERS, share_out
@@ -21,7 +22,7 @@ from ckpt.ring import Ring
 from ckpt.rows import RowGuards, RowSnapshot
 from ckpt.snapshot import GuardedItems, Snapshot
 from ckpt.staging import Arena
-from ckpt.tree import FlatState, Shard
+from ckpt.tree import FlatState, Leaf, Shard
 from ckpt.types import Clock, EventSink
 
 Waited = Callable[[Literal["overlay", "fence"], float], None]
@@ -106,10 +107,9 @@ class Stager:
         """Fix the state of this rank's shards as it is now."""
         if cuda_used():
             self.ring.device = torch.device("cuda", torch.cuda.current_device())
-        shards = plan.shards(flat)
         rows = self._guards.open() if self._guards.guarded_bytes else None
         try:
-            snapshot = self._stage(shards, plan, rows, arena)
+            snapshot = self._stage(plan, flat, rows, arena)
         except BaseException:
             if rows is not None:
                 rows.close()
@@ -135,17 +135,21 @@ class Stager:
         self._attachment.detach()
 
     def _stage(
-        self, shards: list[Shard], plan: RankPlan, rows: RowSnapshot | None, arena: Arena
+        self, plan: RankPlan, flat: FlatState, rows: RowSnapshot | None, arena: Arena
     ) -> Snapshot:
+        shards = plan.shards(flat)
         tables, rest = _guarded(shards, rows)
         homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
         fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
         dense = None
         if fenced:
             assert self._fence is not None
-            items = plan.plan.items
+            names = [item.index.fqn for item in plan.plan.items]
             dense = self._fence.open(
-                [Copy(items[n].index.fqn, shards[n].tensor, homes[n]) for n in fenced]
+                [
+                    Copy(names[n], shards[n].tensor, homes[n], _whole(flat.leaves[names[n]]))
+                    for n in sorted(fenced)
+                ]
             )
         now = [n for n in rest if n not in fenced]
         try:
@@ -179,6 +183,10 @@ class Stager:
     def _ring_of(self, nbytes: int) -> Ring:
         size = nbytes or share_out(self._config, 0, 0, self._upload_bytes).buffer_bytes
         return Ring(BUFFERS, size, pinned=torch.cuda.is_available())
+
+
+def _whole(leaf: Leaf) -> torch.Tensor | None:
+    return leaf.source if isinstance(leaf.source, DTensor) else None
 
 
 def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:

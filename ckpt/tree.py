@@ -17,6 +17,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
@@ -154,18 +155,36 @@ def _dtensor_shards(fqn: str, value: DTensor) -> tuple[Shard, ...]:
         return ()
     if any(p.is_partial() for p in value.placements):
         raise BadInputError(f"{fqn}: a DTensor with partial placements has no value yet; reduce it")
-    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(
-        Shard(
-            tuple(c.offsets),
-            tuple(c.sizes),
-            _plain(
-                f"{fqn} (local shard)",
-                value.__get_tensor_shard__(MetadataIndex(fqn, c.offsets)),  # type: ignore[no-untyped-call]
-            ),
-        )
-        for c in chunks
-    )
+    shards = []
+    for offsets, sizes in _boxes(value):
+        local = value.__get_tensor_shard__(MetadataIndex(fqn, offsets))  # type: ignore[no-untyped-call]
+        plain = _plain(f"{fqn} (local shard)", local)
+        if not plain.numel():  # TorchRec's stand-in on a rank without a shard has another shape
+            plain = plain.new_empty(sizes)
+        shards.append(Shard(tuple(offsets), tuple(sizes), plain))
+    return tuple(shards)
+
+
+def _boxes(value: DTensor) -> list[tuple[torch.Size, torch.Size]]:
+    """Offsets and sizes of what a DTensor holds here."""
+    plain = all(type(p) is ShardPlacement or p.is_replicate() for p in value.placements)
+    if hasattr(value._local_tensor, "__create_chunk_list__") or not plain:
+        chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return [(c.offsets, c.sizes) for c in chunks]
+    # Torch's own way makes a list of all row numbers of the shard: milliseconds for each table.
+    offsets, sizes = [0] * value.dim(), list(value.shape)
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for placement, parts, part in zip(
+        value.placements, value.device_mesh.shape, coordinate, strict=True
+    ):
+        if isinstance(placement, ShardPlacement):
+            dim, most = placement.dim, -(-sizes[placement.dim] // parts)
+            start = min(sizes[dim], most * part)  # as torch.chunk cuts
+            offsets[dim], sizes[dim] = offsets[dim] + start, min(most, sizes[dim] - start)
+            if not sizes[dim]:
+                offsets[dim] = value.shape[dim]
+    return [(torch.Size(offsets), torch.Size(sizes))]
 
 
 def _plain(what: str, tensor: torch.Tensor) -> torch.Tensor:

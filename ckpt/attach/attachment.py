@@ -116,30 +116,49 @@ class Attachment:
         yield from self._sparse.groups
 
     def _touch(self, part: Tensor, rows: Tensor | None) -> bool:
-        """Announce rows of a local tensor that is a guarded one or lies in one."""
+        """Announce rows of a local tensor in all guarded memory that it shares."""
         if not part.numel():
             return False
+        found = False
         for group in self._groups():
             for number, table in enumerate(group.tables):
                 for component in table.components:
-                    first = _first_row(part, component)
-                    if first is None:
+                    shared = _shared_rows(part, component)
+                    if shared is None:
                         continue
-                    if rows is None and first == 0 and part.shape[:1] == component.shape[:1]:
+                    numbers = _mapped(rows, part, component) if rows is not None else None
+                    if numbers is not None:
+                        group.touch_rows(number, numbers)
+                    elif len(shared) == table.rows:
                         group.touch_all(number)
                     else:
-                        if rows is None:
-                            rows = torch.arange(part.shape[0], device=part.device)
-                        group.touch_rows(number, rows + first)
-                    return True
-        return False
+                        of_part = torch.arange(shared.start, shared.stop, device=part.device)
+                        group.touch_rows(number, of_part)
+                    found = True
+                    break
+        return found
 
 
-def _first_row(part: Tensor, whole: Tensor) -> int | None:
-    """The row of `whole` at which `part` starts, if it is rows (or columns of rows) of it."""
+def _shared_rows(part: Tensor, whole: Tensor) -> range | None:
+    """The rows of `whole` among which `part` has memory, from its first byte to its last."""
+    if part.device != whole.device or not whole.numel():
+        return None
+    last = sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
     start = part.data_ptr() - whole.data_ptr()
-    if not 0 <= start < whole.nbytes or part.device != whole.device:
+    stop = start + (last + 1) * part.element_size()
+    width = whole.nbytes // whole.shape[0]
+    rows = range(max(start, 0) // width, -(-min(stop, whole.nbytes) // width))
+    return rows if start < whole.nbytes and stop > 0 else None
+
+
+def _mapped(rows: Tensor, part: Tensor, whole: Tensor) -> Tensor | None:
+    """Rows of `part` as rows of `whole`; None if one of the former isn't within one of the latter."""
+    width, start = whole.nbytes // whole.shape[0], part.data_ptr() - whole.data_ptr()
+    if not part.dim() or not 0 <= start < whole.nbytes:
         return None
-    if part.dim() == 0 or part.stride(0) != whole.stride(0) or part.dtype != whole.dtype:
+    inner = zip(part.shape[1:], part.stride()[1:], strict=True)
+    taken = (sum((n - 1) * s for n, s in inner) + 1) * part.element_size()
+    stride = part.stride(0) * part.element_size()
+    if stride % width or start % width + taken > width:
         return None
-    return start // (whole.stride(0) * whole.element_size())
+    return rows * (stride // width) + start // width

@@ -125,7 +125,7 @@ class Finder:
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         """Wrappers share the parameters of the optimizers in them; only the innermost change anything."""
-        inner = list(_wrapped(optimizer))
+        inner = list(wrapped(optimizer))
         if not inner and _note(optimizer, self._known):
             self._optimizers.append(optimizer)
         if inner and _note(optimizer, self._walked):
@@ -222,7 +222,7 @@ def _unguarded_kernel(kernel: nn.Module, *, dense: bool, replicated: bool) -> st
     return f"{kind}: which rows it changes isn't known"
 
 
-def _wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
+def wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Optimizers inside a wrapper such as TorchRec's KeyedOptimizerWrapper or CombinedOptimizer."""
     for name in ("_optimizer", "optimizer", "_optims", "_optimizers", "optimizers"):
         held = vars(optimizer).get(name)

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.attach.finding import FoundEmbedding, memory_refusal
+from ckpt.attach.finding import FoundEmbedding, memory_refusal, wrapped
 from ckpt.rows import Group, RowGuards, Table
 
 # With sparse gradients these change the gradient's rows and no others, given that the settings
@@ -40,6 +41,11 @@ class _Guarded:
     group: Group
 
 
+# The sizes of an optimizer's groups when it was looked through, and what was found: weights with
+# the numbers of their groups.
+_Held = tuple[list[int], list[tuple[_Guarded, int]]]
+
+
 @dataclass(eq=False)
 class _Embedding:
     name: str
@@ -55,7 +61,7 @@ class SparseTables:
     _embeddings: list[_Embedding] = field(default_factory=list)
     _optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     _guarded: dict[int, _Guarded] = field(default_factory=dict)
-    _by_optimizer: dict[int, list[_Guarded]] = field(default_factory=dict)
+    _held: WeakKeyDictionary[Optimizer, _Held] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
 
     def add(self, embeddings: Iterable[FoundEmbedding], optimizers: Iterable[Optimizer]) -> None:
@@ -106,9 +112,7 @@ class SparseTables:
             if old not in guarded.values():
                 guards.drop(old.group)
         self._guarded = guarded
-        self._by_optimizer = {}
-        for one in guarded.values():
-            self._by_optimizer.setdefault(id(one.optimizer()), []).append(one)
+        self._held = WeakKeyDictionary()
         if guarded and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -116,7 +120,7 @@ class SparseTables:
         """Take the hook off again."""
         for one in self._guarded.values():
             guards.drop(one.group)
-        self._guarded, self._by_optimizer = {}, {}
+        self._guarded, self._held = {}, WeakKeyDictionary()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -166,12 +170,11 @@ class SparseTables:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        for one in self._by_optimizer.get(id(optimizer), ()):
-            if one.optimizer() is not optimizer:
-                continue
+        for one, number in self._held_by(optimizer):
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is self
             grad = one.weight.grad
-            if closure is not None or _reaches_all_rows(optimizer, one.group_number):
+            known = type(optimizer) in _OPTIMIZERS and closure is None
+            if not known or _reaches_all_rows(optimizer, number):
                 one.group.touch_all(0)
             elif grad is None:
                 continue
@@ -179,6 +182,21 @@ class SparseTables:
                 one.group.touch_rows(0, grad._indices()[0])
             else:
                 one.group.touch_all(0)
+
+    def _held_by(self, optimizer: Optimizer) -> list[tuple[_Guarded, int]]:
+        """The guarded weights of any optimizer, also of one that no state has shown yet."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._held.get(optimizer)
+        if known is None or known[0] != sizes:
+            held = [
+                (one, number)
+                for number, group in enumerate(optimizer.param_groups)
+                for parameter in group["params"]
+                if (one := self._guarded.get(id(parameter))) is not None
+                and not any(wrapped(optimizer))  # the optimizer in it has its own step
+            ]
+            known = self._held[optimizer] = sizes, held
+        return known[1]
 
 
 def _reaches_all_rows(optimizer: Optimizer, number: int) -> str | None:

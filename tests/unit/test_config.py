@@ -26,7 +26,7 @@ class TestCheckpointConfig:
             ({"chunk_bytes": 1e6}, "chunk_bytes = 1000000.0 is not of type int"),
             ({"chunk_bytes": True}, "chunk_bytes = True is not of type int"),
             ({"chunk_bytes": "16 MiB"}, "chunk_bytes = '16 MiB' is not of type int"),
-            ({"max_pending": 0}, "max_pending = 0: give at least 1"),
+            ({"max_pending": 0}, "max_pending = 0: give 1 to 16"),
             ({"when_busy": "coalesce"}, "when_busy = 'coalesce' needs max_pending of at least 2"),
             ({"commit_timeout_s": 0}, "commit_timeout_s = 0: give seconds above 0"),
             ({"commit_timeout_s": math.nan}, "commit_timeout_s = nan"),
