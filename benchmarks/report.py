@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ckpt import native
+
 Row = dict[str, Any]
 GIB = 1 << 30
 MIB = 1 << 20
@@ -46,6 +48,7 @@ def environment(**settings: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.cuda.is_available(),
+        "native": native.load() is not None,
         "load_before": os.getloadavg()[0],
         **settings,
     }

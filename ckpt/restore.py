@@ -6,12 +6,14 @@ is read by copying the parts of the chunks that overlap it.
 
 from __future__ import annotations
 
+import gc
 import math
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import zstandard
@@ -19,15 +21,18 @@ import zstandard
 from ckpt.digest import check_digest, new_hasher
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
 from ckpt.index import (
+    Box,
     ChunkEntry,
+    Index,
+    IndexReader,
     ShardEntry,
     TensorEntry,
     TensorInfo,
-    decode_index,
     find_overlap,
     row_bytes,
 )
 from ckpt.manifest import CommitRecord, unseal
+from ckpt.parallel import each
 from ckpt.storage import Storage
 from ckpt.tree import host_bytes, torch_dtype
 from ckpt.types import FileEntry
@@ -36,8 +41,7 @@ from ckpt.values import decode_value
 OBJECTS_KIND = "objects"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A shard and the file that holds it."""
 
     shard: ShardEntry
@@ -62,25 +66,33 @@ class CheckpointReader:
         self._storage = storage
         self._workers = workers
         self._shards: dict[str, list[_Stored]] = {}
-        self.tensors: dict[str, TensorInfo] = {}
         files = {f.key: f for f in record.files}
-        index_keys = [k for k in files if k.endswith(".idx")]
-        with ThreadPoolExecutor(workers) as pool:
-            for key, data in zip(
-                index_keys, pool.map(lambda k: self._whole(files[k]), index_keys), strict=True
-            ):
-                entries, digest = decode_index(data, key)
-                file = files.get(key.removesuffix(".idx") + ".bin")
-                if file is None:
-                    raise CorruptError(f"{key}: the commit lists no data file beside it")
-                for entry in entries:
-                    self._add(entry, file, digest)
+        indexes = [f for k, f in files.items() if k.endswith(".idx")]
+        with _collecting_later():
+            known = self._read_indexes(files, indexes)
+        self.tensors = {
+            fqn: TensorInfo(fqn, e.kind, e.dtype, e.shape, _boxes(self._shards[fqn]))
+            for fqn, e in known.items()
+        }
         self._check_coverage()
+        objects = [f for k, f in sorted(files.items()) if k.endswith(".objects.json")]
+        read = each(self._whole, objects, workers)
         self._objects = [
-            unseal(OBJECTS_KIND, self._whole(f), k)
-            for k, f in sorted(files.items())
-            if k.endswith(".objects.json")
+            unseal(OBJECTS_KIND, data, f.key) for f, data in zip(objects, read, strict=True)
         ]
+
+    def _read_indexes(
+        self, files: dict[str, FileEntry], indexes: list[FileEntry]
+    ) -> dict[str, TensorEntry]:
+        """Take in what all ranks have. Returns the tensors as the first rank that has them says."""
+        known: dict[str, TensorEntry] = {}
+        reader = IndexReader()
+        for index, data in zip(indexes, each(self._whole, indexes, self._workers), strict=True):
+            file = files.get(index.key.removesuffix(".idx") + ".bin")
+            if file is None:
+                raise CorruptError(f"{index.key}: the commit lists no data file beside it")
+            self._add(reader.read(data, index.key), file, known)
+        return known
 
     def values(self) -> Any:
         """The tree of values that all ranks share, with TensorRef and PerRankRef in it."""
@@ -250,24 +262,28 @@ class CheckpointReader:
         check_digest(data, file.digest, file.key)
         return data
 
-    def _add(self, entry: TensorEntry, file: FileEntry, digest: str) -> None:
-        end = max((c.offset + c.stored_bytes for s in entry.shards for c in s.chunks), default=0)
-        if end > file.size_bytes:
-            raise CorruptError(
-                f"{file.key}: {entry.fqn} ends at byte {end}, the file has {file.size_bytes}"
+    def _add(self, index: Index, file: FileEntry, known: dict[str, TensorEntry]) -> None:
+        """Take in what one rank has. `known` are tensors as the first rank that has them says."""
+        if index.data_bytes > file.size_bytes:
+            fqn = next(
+                t.fqn
+                for t in index.tensors
+                if any(
+                    c.offset + c.stored_bytes > file.size_bytes for s in t.shards for c in s.chunks
+                )
             )
-        known = self.tensors.get(entry.fqn)
-        boxes = tuple((s.offsets, s.sizes) for s in entry.shards)
-        if known is not None:
-            if (known.kind, known.dtype, known.shape) != (entry.kind, entry.dtype, entry.shape):
+            raise CorruptError(
+                f"{file.key}: {fqn} ends at byte {index.data_bytes}, the file has {file.size_bytes}"
+            )
+        for entry in index.tensors:
+            first = known.setdefault(entry.fqn, entry)
+            if (first.kind, first.dtype, first.shape) != (entry.kind, entry.dtype, entry.shape):
                 raise CorruptError(
                     f"{file.key}: {entry.fqn} is {entry.dtype} {entry.shape} here only"
                 )
-            boxes = known.boxes + boxes
-        self.tensors[entry.fqn] = TensorInfo(entry.fqn, entry.kind, entry.dtype, entry.shape, boxes)
-        self._shards.setdefault(entry.fqn, []).extend(
-            _Stored(s, file.key, digest) for s in entry.shards
-        )
+            self._shards.setdefault(entry.fqn, []).extend(
+                [_Stored(s, file.key, index.digest) for s in entry.shards]
+            )
 
     def _check_coverage(self) -> None:
         for fqn, info in self.tensors.items():
@@ -314,12 +330,33 @@ def _overlap(
     return tuple(box)
 
 
-def _chunks_of(shard: ShardEntry, box: tuple[tuple[int, int], ...]) -> list[ChunkEntry]:
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Hold Python's garbage collector back while a million objects are made that all live on.
+
+    It would look at all of them again and again: half of the time that opening takes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _boxes(shards: list[_Stored]) -> tuple[Box, ...]:
+    return tuple([(s.shard.offsets, s.shard.sizes) for s in shards])
+
+
+def _chunks_of(shard: ShardEntry, box: tuple[tuple[int, int], ...]) -> Sequence[ChunkEntry]:
     """The chunks of a shard that hold rows of `box`."""
     if not box:
-        return list(shard.chunks)
+        return shard.chunks
     first, last = box[0][0] - shard.offsets[0], box[0][1] - shard.offsets[0]
-    return [c for c in shard.chunks if c.row < last and c.row + c.rows > first]
+    start = bisect_right(shard.chunks, first, key=lambda c: c.row) - 1
+    stop = bisect_left(shard.chunks, last, key=lambda c: c.row)
+    return [shard.chunks[n] for n in range(max(start, 0), stop)]
 
 
 def _place(

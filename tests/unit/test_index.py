@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckpt.errors import BadInputError, CorruptError, UnsupportedFormatError
 from ckpt.index import (
     ChunkEntry,
+    IndexReader,
     ShardEntry,
     TensorEntry,
     TensorInfo,
@@ -88,6 +89,52 @@ def test_round_trip(entries: list[TensorEntry], digest: Any) -> None:
     data = encode_index(entries, digest)
     for buffer in (data, bytearray(data), memoryview(data)):
         assert decode_index(buffer, "k") == (entries, digest)
+
+
+def test_one_reader_reads_the_indexes_of_ranks_with_the_same_tensors_and_with_others() -> None:
+    def index(name: str, first: int) -> bytes:
+        chunk = ChunkEntry(0, 2, 8192 * first, 8, "raw", bytes(32))
+        shard = ShardEntry((first,), (2,), (chunk,))
+        return encode_index([TensorEntry(name, "sharded", "float32", (9,), (shard,))], "sha256")
+
+    reader = IndexReader()
+    for name, first in (("a", 0), ("a", 2), ("b", 4), ("a", 6)):
+        found = reader.read(index(name, first), "k")
+        assert found.tensors == decode_index(index(name, first), "k")[0]
+        assert (found.tensors[0].fqn, found.tensors[0].shards[0].offsets) == (name, (first,))
+        assert (found.digest, found.data_bytes) == ("sha256", 8192 * first + 8)
+    with pytest.raises(CorruptError):
+        reader.read(index("a", 8), "k")  # passes the end of the tensor
+    assert reader.read(encode_index([], "sha256"), "k").data_bytes == 0
+
+
+def test_chunks_are_a_sequence() -> None:
+    entries = tuple(ChunkEntry(r, 1, 4096 * r, 16, "raw", bytes([r]) * 32) for r in range(3))
+    tensor = TensorEntry("t", "sharded", "float32", (3, 4), (ShardEntry((0, 0), (3, 4), entries),))
+    chunks = decode_index(encode_index([tensor, tensor], "sha256"), "k")[0][1].shards[0].chunks
+    assert len(chunks) == 3
+    assert (chunks[0], chunks[2], chunks[-1], chunks[1:]) == (
+        *(entries[0], entries[2], entries[2], entries[1:]),
+    )
+    assert list(chunks) == list(entries)
+    assert chunks == entries
+    assert hash(chunks) == hash(entries)
+    assert chunks != entries[1:]
+    with pytest.raises(IndexError):
+        chunks[3]
+
+
+def test_chunks_of_shards_that_are_mixed_are_found_all_the_same() -> None:
+    chunks = [ChunkEntry(0, 1, 0, 4, "raw", bytes(32)), ChunkEntry(1, 1, 4096, 4, "raw", bytes(32))]
+    shards = tuple(ShardEntry((at,), (2,), tuple(chunks)) for at in (0, 2))
+    tensor = TensorEntry("t", "sharded", "float32", (4,), shards)
+    data = encode_index([tensor], "sha256")
+    body, records = data[: -16 - 4 * 69], data[-16 - 4 * 69 : -16]
+    first, second, third, fourth = (records[n * 69 : (n + 1) * 69] for n in range(4))
+    mixed = body + third + first + second + fourth + bytes(16)
+    assert decode_index(resealed(mixed), "k")[0] == [tensor]
+    with pytest.raises(CorruptError, match="row 0 next"):
+        decode_index(resealed(body + second + first + third + fourth + bytes(16)), "k")
 
 
 def test_a_chunk_costs_69_bytes() -> None:
