@@ -13,14 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
 
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
 from ckpt.index import Box, find_overlap
 from ckpt.manifest import canonical
-from ckpt.tree import FlatState, Shard, host_bytes
+from ckpt.tree import FlatState, Leaf, Shard, host_bytes
 
 Payload = dict[str, Any]
 Decide = Callable[[Payload, Callable[[list[Payload]], Any]], Any]
@@ -53,9 +65,7 @@ def make_plan(flat: FlatState, rank: int, world_size: int, decide: Decide) -> Ra
     every rank, naming the key, where ranks disagree on a tensor's shape or dtype, hold different
     values of what should be replicated, or leave a part of a tensor to nobody.
     """
-    planner = _planner()
-    planner.set_up_planner({n: leaf.source for n, leaf in flat.leaves.items()}, None, False)
-    items = [i for i in planner.create_local_plan().items if not _is_empty_shard(i)]
+    items = [i for i in _local_items(flat) if not _is_empty_shard(i)]
     leaves: Payload = {n: [x.kind, x.dtype, *x.shape] for n, x in flat.leaves.items()}
     listed = [_listed(i) for i in items]
     mine: Payload = {
@@ -136,9 +146,29 @@ def _described(leaf: list[Any]) -> str:
     return f"{dtype} {shape} ({kind})"
 
 
-def _planner() -> DefaultSavePlanner:
-    return DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+def _local_items(flat: FlatState) -> list[WriteItem]:
+    """What DCP's planner lists for this rank's tensors.
+
+    Of DTensors it would make the same from the shards that are known here, after allocating as
+    many numbers as each has rows.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plain = {n: x.source for n, x in flat.leaves.items() if not isinstance(x.source, DTensor)}
+    planner.set_up_planner(plain, None, False)
+    items = list(planner.create_local_plan().items)
+    for fqn, leaf in flat.leaves.items():
+        if isinstance(leaf.source, DTensor):
+            items += [_item_of(fqn, leaf, shard) for shard in leaf.shards]
+    return items
+
+
+def _item_of(fqn: str, leaf: Leaf, shard: Shard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+    properties = TensorProperties(dtype=shard.tensor.dtype)
+    return WriteItem(
+        index=MetadataIndex(fqn, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(leaf.shape)),
     )
 
 
