@@ -51,7 +51,7 @@ from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.values import encode_value
 
-_SLOWEST_BYTES_PER_S = 128 << 20  # a save isn't spread thinner than this
+_SLOWEST_BYTES_PER_S = 64 << 20  # a save isn't spread thinner than this
 
 __all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
 

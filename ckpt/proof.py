@@ -85,6 +85,7 @@ class RowProof:
         """Compare what was kept with the live tables; raises UntrackedWriteError."""
         # The samples first: they know the table and rows.
         self._check_samples()
+        self._samples = []
         self._check_versions()
 
     def _check_samples(self) -> None:
