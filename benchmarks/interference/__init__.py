@@ -94,7 +94,8 @@ def _cases(
         once = partial(deadline.measure, case, args.root)
         yield "deadline", f"persist beside {hogs} CPU hogs", once, deadline.row
     if has_torchrec():
-        once = partial(guard.measure, args.size_mib, 20 if args.quick else 60, args.root)
+        steps, rounds = (20, 2) if args.quick else (60, 8)
+        once = partial(guard.measure, args.size_mib, steps, rounds, args.root)
         yield "guard", "guard, no snapshot open", once, guard.row
 
 

@@ -23,7 +23,6 @@ from benchmarks.training.workload import DIM, LOOKUPS, SAMPLES, TABLES
 from ckpt import Checkpointer
 from ckpt.storage import MemoryStorage
 
-ROUNDS = 8
 WARM_UP_STEPS = 30
 IDS = TABLES * SAMPLES * LOOKUPS
 DEADLINE_S = 600.0
@@ -35,9 +34,9 @@ class Unguarded(Exception):  # noqa: N818 - it reads as what happened
     """There is no guard to measure."""
 
 
-def measure(size_mib: int, steps: int, root: Path) -> Seen:
-    """Raises Unguarded, RanksFailed."""
-    job = {"size_mib": size_mib, "steps": steps, "threads": 1}
+def measure(size_mib: int, steps: int, rounds: int, root: Path) -> Seen:
+    """`rounds` of so many steps each way. Raises Unguarded, RanksFailed."""
+    job = {"size_mib": size_mib, "steps": steps, "rounds": rounds, "threads": 1}
     try:
         return run_ranks(__name__, job, 1, root, DEADLINE_S)
     except RanksFailed as e:
@@ -187,7 +186,7 @@ def _body(job: dict[str, Any], _: Path) -> dict[str, Any]:
 
     ways = {"off_s": off, "on_s": on, "hooks_s": hooks}
     rounds = []
-    for number in range(ROUNDS):
+    for number in range(job["rounds"]):
         order = list(ways.items())
         found = {n: way() for n, way in (order if number % 2 == 0 else reversed(order))}
         rounds.append(found)
