@@ -92,7 +92,7 @@ class CheckpointConfig:
         them until `handle.staged` is done, see `Checkpointer.save`. "copied" copies everything
         before save() returns: anything may be changed at once, for a second copy in memory.
     staging_bytes: memory for the ring, the overlay and upload buffers of guarded snapshots. None:
-        a fifth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
+        a sixth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
         tables on a CUDA device: old rows stay on the device, in the same part of its tables.
     stall_limit_s: a snapshot that has made training wait for so long, because its overlay was
         full and storage too slow, is given up and counted as failed.
@@ -101,7 +101,7 @@ class CheckpointConfig:
         taken in save(): slow and big, to debug a trainer.
     persist_target_s: spread the writing of a guarded snapshot over so many seconds, so that
         training hardly notices. None: half the time between saves, but not slower than
-        128 MiB/s; 0: as fast as possible. It's shortened as the overlay fills.
+        64 MiB/s; 0: as fast as possible. It's shortened as the overlay fills.
     persist_bytes_per_s: never write faster than this. None: no limit.
     persist_priority: "idle" runs the persist threads only when a core is free, and raises them
         when they fall behind; "normal" competes with training.

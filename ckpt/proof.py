@@ -21,7 +21,7 @@ from ckpt.config import Proof
 from ckpt.errors import UntrackedWriteError
 from ckpt.rows import Component, Place, RowSnapshot, Table
 
-_KEPT_BYTES = 8 << 20  # of a snapshot at most: that is the proof's cost in memory and time
+_KEPT_BYTES = 1 << 20  # of a snapshot at most: that is the proof's cost in memory and time
 _LEAST_SHARE = 64  # and at most one row in so many
 _KNOWN_ROWS = 16  # of each table, kept in save(): that takes microseconds
 _SHOWN = 8
