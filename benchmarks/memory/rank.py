@@ -11,19 +11,19 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.ranks import serve
-from benchmarks.report import MIB, median
+from benchmarks.report import median
 from benchmarks.training.modes import Sidestage
 from benchmarks.training.stores import SlowStorage
 from benchmarks.training.tables import Kind
 from benchmarks.training.windows import Window, Windows
 from benchmarks.training.workload import Trainer, Workload
 from ckpt import CheckpointConfig
+from ckpt.budget import share_out
 from ckpt.storage import open_storage
 
 WARM_UP_STEPS = 20
 BASELINE_S = 0.5
 EARLY = 5  # the save after which the memory of `growth` is taken first
-_LEAST_BUDGET_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     tables_bytes = sum(t.nbytes for n, t in trainer.state.local.items() if n.startswith("tables."))
     return {
         "state_bytes": trainer.state.nbytes,
-        "budget_bytes": max(_LEAST_BUDGET_BYTES, tables_bytes // 5),
+        "budget_bytes": share_out(CheckpointConfig(), tables_bytes, 0, 0).staging_bytes,
         "moments": moments,
         "saves": saves,
         "failed": failed,

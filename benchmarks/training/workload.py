@@ -22,7 +22,6 @@ TABLES = 4
 DIM = 32
 SAMPLES = 512
 LOOKUPS = 4  # of each table, by each sample
-POOL = 64  # batches of ids, drawn before anything is timed, as a reader would
 ZIPF_EXPONENT = 1.05
 _PRIME = 2_654_435_761  # above any row count here: multiplying by it permutes the rows
 _HIDDEN = 256
@@ -104,10 +103,10 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self._dense.parameters(), lr=0.01)
         shape = (TABLES, SAMPLES * LOOKUPS)
         draw = {"zipf": zipf_ids, "uniform": uniform_ids}[workload.ids]
-        self._batches = [draw(rows, shape, random).to(device) for _ in range(POOL)]
+        # New ones at each step: a pool that comes round again would touch the same few rows.
+        self._draw = lambda: draw(rows, shape, random).to(device)
         self._offsets = torch.arange(0, SAMPLES * LOOKUPS, LOOKUPS, device=device)
         self._labels = torch.randint(0, 2, (SAMPLES,), generator=random).float().to(device)
-        self._done = 0
         self.state = _state(self._tables, self._dense, mesh)
         self.guarded = (*self._tables.guarded, self._dense, self._optimizer)
 
@@ -116,8 +115,7 @@ class Trainer:
 
         updating: entered around all writes to the state, for checkpointers that ask for it.
         """
-        ids = self._batches[self._done % POOL]
-        self._done += 1
+        ids = self._draw()
         pooled = self._tables.lookup(ids, self._offsets)
         logits = self._dense(pooled).squeeze(1)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, self._labels)
