@@ -9,7 +9,7 @@ from ckpt.errors import BadInputError
 from ckpt.ring import aligned, buffer_bytes
 
 BUFFERS = 4  # one being copied into, one on each of two writer threads, one between
-_SHARE_OF_TABLES = 6
+_SHARE_OF_TABLES = 5
 _LEAST_BYTES = 64 * MIB
 
 

@@ -92,7 +92,7 @@ class CheckpointConfig:
         them until `handle.staged` is done, see `Checkpointer.save`. "copied" copies everything
         before save() returns: anything may be changed at once, for a second copy in memory.
     staging_bytes: memory for the ring, the overlay and upload buffers of guarded snapshots. None:
-        a sixth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
+        a fifth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
         tables on a CUDA device: old rows stay on the device, in the same part of its tables.
     stall_limit_s: a snapshot that has made training wait for so long, because its overlay was
         full and storage too slow, is given up and counted as failed.

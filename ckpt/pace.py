@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ckpt.types import Clock
 
-HURRY_FROM = 0.6
+HURRY_FROM = 0.8
 """The pressure from which on nothing waits any more."""
 _TICK_S = 0.05  # how often a wait looks at the pressure again
 _SLACK_S = 0.1
