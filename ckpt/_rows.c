@@ -143,12 +143,15 @@ int rows_touch(pool_t *p, table_t **tables, const int64_t *bounds, int64_t segme
 int64_t rows_copy(pool_t *p, table_t *t, int64_t slot, int64_t a, int64_t b, char **out) {
     for (int64_t k = 0; k < t->parts; k++)
         if (out[k]) memcpy(out[k], t->part[k] + a * t->width[k], (b - a) * t->width[k]);
-    atomic_store_explicit(&t->upto[slot], b, memory_order_seq_cst);
+    int64_t was = atomic_load(&t->upto[slot]); /* never back: the snapshot may have been given up */
+    while (was < b && !atomic_compare_exchange_weak(&t->upto[slot], &was, b)) {}
     atomic_thread_fence(memory_order_seq_cst);
     int64_t mine = p->open[slot], laid = 0;
+    int32_t most = (int32_t)(p->slab_bytes / t->record_bytes);
     int32_t slab = atomic_load_explicit(&t->first[chunk_of(t, a)], memory_order_acquire);
     for (; slab >= 0; slab = p->next[slab]) {
         int32_t n = atomic_load_explicit(&p->count[slab], memory_order_acquire);
+        if (n > most) n = most;
         const char *record = p->slabs + (int64_t)slab * p->slab_bytes;
         for (int32_t i = 0; i < n; i++, record += t->record_bytes) {
             int64_t row;

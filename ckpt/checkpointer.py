@@ -29,6 +29,7 @@ from ckpt.errors import (
     BadInputError,
     ConflictError,
     DeadlineError,
+    SaveError,
     SaveSkippedError,
     SidestageError,
     StorageError,
@@ -51,6 +52,7 @@ from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.values import encode_value
 
+_WORTH_TELLING_S = 0.001
 _SLOWEST_BYTES_PER_S = 64 << 20  # a save isn't spread thinner than this
 
 __all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
@@ -107,6 +109,7 @@ class Checkpointer:
             waited=self._outcomes.waited,
             untracked=self._outcomes.untracked,
             hurry=self._engine.threads.hurry,
+            lift=self._engine.threads.lift,
         )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
@@ -248,13 +251,17 @@ class Checkpointer:
             raise
         self._last_step = step
         plan = self._planned(flat)
+        asked = self._clock.monotonic()
         arena = self._engine.acquire(self._config.commit_timeout_s)
+        if (wait_s := self._clock.monotonic() - asked) > _WORTH_TELLING_S:
+            self._outcomes.waited("slot", wait_s)
         if arena is None:
             return self._skip(step, started)
         try:
             snapshot = self._stager.stage(step, plan, flat, arena)
-        except BaseException:
+        except BaseException as e:
             self._engine.release(arena)
+            self._excuse(save_tag(self._sequence), SaveError(f"step {step}: {e!r}"))
             raise
         save = StagedSave(
             step=step,

@@ -79,8 +79,8 @@ class CheckpointConfig:
     chunk_bytes: largest piece of a shard that is written, read and verified at once.
     digest: "xxh3-128" against accidents, "sha256" against tampering too.
     compression: "auto" stores a chunk with zstd where a sample of it says that it pays.
-    max_pending: snapshots that may be staged and not committed yet. Each costs one copy of
-        this rank's state in host memory, allocated once and reused.
+    max_pending: snapshots that may be open or staged and not committed yet. Each costs a copy
+        of what isn't guarded of this rank's state in host memory, allocated once and reused.
     when_busy: what save() does when that many are pending: "block" until one is done, "skip"
         this save and count it, or "coalesce": give up the newest one that no thread has begun.
     commit_timeout_s: how long a save may take from staged to committed.

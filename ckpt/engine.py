@@ -67,15 +67,18 @@ class Engine(Generic[Slot]):
 
         None also when waiting took longer than `timeout_s`.
         """
+        job = None
         with self._changed:
-            if not self._free and self._when_busy == "coalesce" and self._queue:
-                job = self._queue.pop()
-                job.drop("a newer save took its place")
-                return job.slot
-            if not self._free and self._when_busy == "skip":
-                return None
             if self._free:
                 return self._free.popleft()
+            if self._when_busy == "skip":
+                return None
+            if self._when_busy == "coalesce" and self._queue:
+                job = self._queue.pop()
+        if job is not None:
+            # Without the lock: it tells other ranks and whoever listens, which may take long.
+            job.drop("a newer save took its place")
+            return job.slot
         with self.threads.hurried(), self._changed:
             if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 return None
@@ -88,6 +91,7 @@ class Engine(Generic[Slot]):
             self._changed.notify_all()
 
     def submit(self, job: Job[Slot]) -> None:
+        self.threads.prepare()
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()

@@ -22,6 +22,8 @@ from ckpt.native import move
 from ckpt.rows.device import CudaDevice, Device, Mark
 from ckpt.types import Clock
 
+_LIFT_AGAIN_S = 0.02  # their watchdog may have lowered the persist threads meanwhile
+_SAMPLED = 64  # values of each tensor
 _PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait for
 
 
@@ -52,7 +54,7 @@ class StepFence:
     Args:
         clock: measures waits.
         waited: told how long a step waited, in seconds.
-        hurry: called when a step waits for a copy that a background thread has begun.
+        lift: raises the persist threads' priority for a moment, when a step waits for one.
         device_of: the streams for copies of tensors on a device; None for host memory.
     """
 
@@ -60,12 +62,12 @@ class StepFence:
         self,
         clock: Clock,
         waited: Callable[[float], None],
-        hurry: Callable[[], None],
+        lift: Callable[[], None],
         device_of: Callable[[torch.device], Device | None] = _cuda_device,
     ) -> None:
         self._clock = clock
         self._waited = waited
-        self._hurry = hurry
+        self._lift = lift
         self._device_of = device_of
         self._devices: dict[torch.device, Device | None] = {}
         self._open: list[DenseCopy] = []
@@ -88,7 +90,7 @@ class StepFence:
                 here += mine
             else:
                 beside.append(_DeviceCopies(device, mine))
-        begun = DenseCopy(here, beside, self._hurry, self.unsteady)
+        begun = DenseCopy(here, beside, self._lift, self.unsteady)
         self._open = [c for c in self._open if not c.done] + [begun]
         return begun
 
@@ -156,16 +158,17 @@ class DenseCopy:
         self,
         copies: Sequence[Copy],
         beside: Sequence[_DeviceCopies],
-        hurry: Callable[[], None],
+        lift: Callable[[], None],
         unsteady: set[str],
     ) -> None:
-        self._hurry = hurry
+        self._lift = lift
         self._unsteady = unsteady
         self._changed = threading.Condition()
         self._beside = tuple(beside)
         self._ordered = not beside
         self._copies = copies
         self._versions = [c.version() for c in copies]
+        self._known = [_sample(c.live) for c in copies]
         self._left: list[int] = []
         self._pieces: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for n, c in enumerate(copies):
@@ -192,12 +195,16 @@ class DenseCopy:
         for copies in self._beside:
             self._note(copies.order())  # the host doesn't wait
         self._ordered = True
+        if not self.done:
+            # Before any lock that a persist thread of low priority may hold.
+            self._lift()
         while self._copy_one(_copy):
             pass
-        if self._running:
-            self._hurry()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: not self._running, _LIFT_AGAIN_S):
+                    return
+            self._lift()
 
     def settle(self) -> None:
         """Wait until all copies are made. Runs on a persist thread, before they are read.
@@ -228,8 +235,9 @@ class DenseCopy:
             if self._next >= len(self._pieces):
                 return False
             n, live, home = self._pieces[self._next]
-            self._next += 1
+            # In this order: `done` is read without the lock, and must not miss a copy.
             self._running += 1
+            self._next += 1
         try:
             by(home, live)
         finally:
@@ -237,12 +245,20 @@ class DenseCopy:
                 self._running -= 1
                 self._left[n] -= 1
                 # The last piece was copied before this look.
-                if not self._left[n] and self._copies[n].version() != self._versions[n]:
+                if not self._left[n] and self._was_changed(n):
                     self.overwritten.append(self._copies[n].fqn)
                     self._unsteady.add(self._copies[n].fqn)
                 if not self._running:
                     self._changed.notify_all()
         return True
+
+    def _was_changed(self, n: int) -> bool:
+        """In-place operations count up; of what doesn't count, such as `.data`, a sample tells."""
+        copy, known = self._copies[n], self._known[n]
+        if copy.version() != self._versions[n]:
+            return True
+        copied = _sample(copy.home)
+        return known is not None and copied is not None and not torch.equal(known, copied)
 
     def _settle_devices(self) -> None:
         for copies in self._beside:
@@ -298,6 +314,14 @@ def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
                 yield tensor._local_tensor
             elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor):
                 yield tensor
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of some values, evenly spread; None if the memory isn't contiguous."""
+    if not tensor.is_contiguous() or not tensor.numel():
+        return None
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // _SAMPLED)].contiguous().clone().view(torch.uint8)
 
 
 def _copy(home: torch.Tensor, live: torch.Tensor) -> None:

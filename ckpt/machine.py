@@ -82,7 +82,7 @@ def copy_speed(clock: Clock) -> float:
 
 
 def host_memory(job: JobSize, config: CheckpointConfig) -> Finding:
-    """Is there room for the staged copies? The formula is in docs/operations.md."""
+    """Is there room for the staged copies? As if nothing were guarded: what will be isn't known here."""
     need = staging_bytes(job, config)
     have = _available_bytes()
     values = {"needed_bytes": round(need), "available_bytes": have}

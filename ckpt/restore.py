@@ -6,13 +6,11 @@ is read by copying the parts of the chunks that overlap it.
 
 from __future__ import annotations
 
-import gc
 import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +66,7 @@ class CheckpointReader:
         self._shards: dict[str, list[_Stored]] = {}
         files = {f.key: f for f in record.files}
         indexes = [f for k, f in files.items() if k.endswith(".idx")]
-        with _collecting_later():
-            known = self._read_indexes(files, indexes)
+        known = self._read_indexes(files, indexes)
         self.tensors = {
             fqn: TensorInfo(fqn, e.kind, e.dtype, e.shape, _boxes(self._shards[fqn]))
             for fqn, e in known.items()
@@ -328,21 +325,6 @@ def _overlap(
             return None
         box.append((start, stop))
     return tuple(box)
-
-
-@contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Hold Python's garbage collector back while a million objects are made that all live on.
-
-    It would look at all of them again and again: half of the time that opening takes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _boxes(shards: list[_Stored]) -> tuple[Box, ...]:

@@ -37,6 +37,7 @@ class RingBuffer:
     """One buffer of a ring: the same bytes as a uint8 `tensor` and as a `view`."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.wanted_bytes = nbytes
         align = _HUGE_BYTES if nbytes >= _HUGE_BYTES else ALIGN_BYTES
         size = -(-nbytes // align) * align
         memory = mmap.mmap(-1, size + align - ALIGN_BYTES)  # shared and anonymous
@@ -89,6 +90,14 @@ class Ring:
         """The most memory that this ring takes."""
         return self.buffers * self._wanted_bytes
 
+    def resize(self, buffer_bytes: int) -> None:
+        """Make buffers of another length from now on; those in use go when they are given back."""
+        with self._changed:
+            self._wanted_bytes = aligned(buffer_bytes)
+            for buffer in self._free:
+                buffer.close()
+            self._free = []
+
     def reserve(self, need_bytes: int) -> None:
         """Make the buffers longer, once all are back, if they are shorter than `need_bytes`."""
         with self._changed:
@@ -118,7 +127,7 @@ class Ring:
         """Give a buffer back. Nobody may use it, or a part of it, after that."""
         with self._changed:
             self._out -= 1
-            if self._closed:
+            if self._closed or buffer.wanted_bytes != self._wanted_bytes:
                 buffer.close()
             else:
                 self._free.append(buffer)

@@ -39,7 +39,8 @@ class Stager:
         upload_bytes: what a writer of the store holds, part of the staging memory.
         waited: told why ("overlay" or "fence") and how long training waited for a snapshot.
         untracked: told the step, table and rows of a write that no guard saw.
-        hurry: speeds up what is being persisted.
+        hurry: speeds up what is being persisted, to its end.
+        lift: raises the persist threads for a moment, and changes nothing else.
     """
 
     def __init__(  # noqa: PLR0913 - all are injected by the one caller
@@ -52,6 +53,7 @@ class Stager:
         waited: Waited,
         untracked: Untracked,
         hurry: Callable[[], None],
+        lift: Callable[[], None],
     ) -> None:
         self._config = config
         self._upload_bytes = upload_bytes
@@ -63,8 +65,9 @@ class Stager:
         self._attachment = Attachment(self._guards, sink)
         self._fence: StepFence | None = None
         if self._guarding:
-            self._fence = StepFence(clock, lambda wait_s: waited("fence", wait_s), hurry)
-        self.ring = self._ring_of(0)
+            self._fence = StepFence(clock, lambda wait_s: waited("fence", wait_s), lift)
+        least = share_out(config, 0, 0, upload_bytes).buffer_bytes
+        self.ring = Ring(BUFFERS, least, pinned=torch.cuda.is_available())
 
     @property
     def copied_tables(self) -> Mapping[str, str]:
@@ -95,8 +98,7 @@ class Stager:
             )
             guards.lay_out(budget.buffer_bytes, budget.overlay_bytes)
             if budget.buffer_bytes != self.ring.buffer_bytes:
-                self.ring.close()
-                self.ring = self._ring_of(budget.buffer_bytes)
+                self.ring.resize(budget.buffer_bytes)  # a save may still be writing through it
 
     def touched(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> None:
         """`rows` of a tensor, None: all, are about to be changed by hand."""
@@ -134,6 +136,7 @@ class Stager:
             self._fence.finish()
             self._fence.close()
         self._attachment.detach()
+        self.ring.close()
 
     def _stage(
         self, plan: RankPlan, flat: FlatState, rows: RowSnapshot | None, arena: Arena
@@ -182,10 +185,6 @@ class Stager:
         }
         nbytes = sum(shards[n].tensor.nbytes for n in found)
         return found if nbytes >= _WORTH_A_FENCE_BYTES else set()
-
-    def _ring_of(self, nbytes: int) -> Ring:
-        size = nbytes or share_out(self._config, 0, 0, self._upload_bytes).buffer_bytes
-        return Ring(BUFFERS, size, pinned=torch.cuda.is_available())
 
 
 def _whole(leaf: Leaf) -> torch.Tensor | None:

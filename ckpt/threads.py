@@ -102,6 +102,18 @@ class WriteThreads:
             with self._waiting:
                 self._hurriers -= 1
 
+    def prepare(self) -> None:
+        """Start all threads, if they don't run yet. An interpreter that is ending starts none."""
+        self._grow()
+        self._watch()
+        if self._priority == "idle":
+            self._probe()
+
+    def lift(self) -> None:
+        """From any thread: normal priority for a moment, until the watchdog looks again."""
+        if self._pace is not None:
+            self._raise()
+
     def hurry(self) -> None:
         """From any thread: no pacing and normal priority for the save that is being written."""
         pace = self._pace
@@ -130,6 +142,15 @@ class WriteThreads:
             self._work.put(None)
 
     def _lower(self) -> None:
+        low = self._probe()
+        self._lowered = True
+        for member in self._members:
+            self._set_policy(member, low)
+        if self._pace is None:  # it has ended, and its raising may have come before this
+            self._raise()
+
+    def _probe(self) -> int:
+        """The policy of a lowered thread, found out once."""
         if self._low is None:
             self._low = os.SCHED_IDLE if _may_come_back() else os.SCHED_BATCH
             if self._low != os.SCHED_IDLE:
@@ -138,11 +159,7 @@ class WriteThreads:
                     detail="this process may not raise a thread from SCHED_IDLE: needs "
                     "CAP_SYS_NICE, or a hard limit on nice (ulimit -e) of 20; SCHED_BATCH is used",
                 )
-        self._lowered = True
-        for member in self._members:
-            self._set_policy(member, self._low)
-        if self._pace is None:  # it has ended, and its raising may have come before this
-            self._raise()
+        return self._low
 
     def _raise(self) -> None:
         if self._low is None:
@@ -181,7 +198,10 @@ class WriteThreads:
             self._active.wait()
             if self._closed.wait(TICK_S):
                 return
-            self.check()
+            try:
+                self.check()
+            except Exception as e:  # without it nobody would raise a thread that starves
+                self._sink.emit("watchdog_failed", error=repr(e))
 
 
 def set_thread_policy(native_id: int, policy: int) -> None:

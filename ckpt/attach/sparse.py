@@ -8,6 +8,7 @@ rows) is announced as the whole table. A post-hook tells that the step's writes 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,9 +102,12 @@ class SparseTables:
         owners = self._owners([w for _, w, _ in weights])
         guarded: dict[int, _Guarded] = {}
         self.refused = {}
+        sharers = self._sharers()
         for name, weight, barred in weights:
             owned = owners[id(weight)]
             refusal = barred or _refusal(weight, owned)
+            if not refusal and sharers[weight.untyped_storage().data_ptr()] > 1:
+                refusal = "another parameter shares its memory, and may change it"
             if refusal:
                 self.refused[name] = refusal
                 continue
@@ -161,6 +165,14 @@ class SparseTables:
                     if id(parameter) in owners:
                         owners[id(parameter)].append((optimizer, number))
         return owners
+
+    def _sharers(self) -> Counter[int]:
+        """How many parameters, trained or looked up, lie in each storage."""
+        held = {id(w): w for _, w, _ in self._weights()}
+        for optimizer in self.optimizers:
+            held |= {id(p): p for g in optimizer.param_groups for p in g["params"]}
+        plain = (p for p in held.values() if type(p) in (Tensor, nn.Parameter) and not p.is_meta)
+        return Counter(p.untyped_storage().data_ptr() for p in plain)
 
     def _guard(
         self, guards: RowGuards, table: Table, weight: Tensor, owner: tuple[Optimizer, int]

@@ -122,10 +122,6 @@ class RowGuards:
         return sum(nbytes(t) for g in self._groups for t in g.tables)
 
     @property
-    def tags_bytes(self) -> int:
-        return sum(t.rows for g in self._groups for t in g.tables)
-
-    @property
     def longest_row_bytes(self) -> int:
         """Bytes of ring buffer that one row of any table takes, components aligned."""
         rows = (_aligned(t, 1) for g in self._groups for t in g.tables)
@@ -266,10 +262,7 @@ class RowGuards:
                 f"{self._pool.used_bytes} bytes of old rows kept; is storage too slow, or "
                 f"staging_bytes too small?"
             )
-        for g in self._groups:
-            for key in g.keys:
-                for chunk in self._pool.kept_chunks(key):
-                    self._pool.release(key, chunk)
+        # What is kept goes when they are closed: a copy of one may be reading it now.
 
     def _settle(self) -> int:
         """Take back what the copying side is done with; how many chunks' rows were freed."""

@@ -122,7 +122,7 @@ class Pools:
 
     def _each(self) -> Iterator[Pool]:
         yield self._host
-        yield from self._pools.values()
+        yield from tuple(self._pools.values())  # guard() may add one meanwhile
 
     def _for(self, table: Table) -> Pool | None:
         device = table.components[0].device

@@ -128,7 +128,9 @@ class TorchPool:
         for view, part in zip(views, parts, strict=True):
             if view is not None:
                 view.copy_(part[a:b])
-        key.upto[slot] = b  # before what is kept is read: see _rows.c
+        key.upto[slot] = max(
+            b, key.upto[slot]
+        )  # never back: it may be given up; before what is kept is read: see _rows.c
         mine, laid = self._open[slot], 0
         for old in tuple(key.kept.get(a // key.chunk_rows, ())):
             if old.after < mine:

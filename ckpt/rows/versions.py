@@ -65,6 +65,7 @@ class Versions:
 
     def forgive(self) -> None:
         """An edit was announced: nothing is checked until the next step's end or snapshot."""
+        self._look()  # an earlier one that wasn't announced stays found
         self._expected = None
 
     def ignore(self) -> None:
