@@ -138,12 +138,23 @@ def test_a_dense_parameter_changed_before_the_step_fails_by_name_and_is_copied_f
     assert run.steps() == [1, 3]
 
 
-def test_what_goes_through_data_isnt_seen_on_dense_parameters() -> None:
-    """A limit, stated in the contract of save(): torch counts no change through `.data`."""
+def test_a_dense_parameter_rewritten_through_data_is_found_by_sample() -> None:
+    """Torch counts no change through `.data`: swapping in averaged weights is one."""
     run = Run()
     weight = run.job.model.top[2].weight
     run.save()
     weight.data.add_(1)
+    error = run.finish()
+    assert isinstance(error, UntrackedWriteError)
+    assert "model.top.2.weight" in str(error)
+
+
+def test_single_values_through_data_may_go_unseen_on_dense_parameters() -> None:
+    """A limit, stated in docs/training.md: samples are 64 values of each tensor."""
+    run = Run()
+    weight = run.job.model.top[2].weight
+    run.save()
+    weight.data.view(-1)[1] += 1  # samples begin at 0 and are further apart than that
     run.checkpointer.turnstile.open()
     run.handle.committed.result(DEADLINE_S)
     with pytest.raises(AssertionError, match="model.top.2.weight"):
