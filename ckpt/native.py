@@ -113,13 +113,21 @@ def touched_memory(nbytes: int) -> torch.Tensor:
 
     uint8 of shape (nbytes,), aligned to a page. It's given back with the last tensor that uses it.
     """
-    size = -(-nbytes // _HUGE) * _HUGE if nbytes >= _HUGE else max(nbytes, 1)
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rounded = -(-nbytes // _HUGE) * _HUGE
+    # Only whole, aligned huge pages are given: worth it where little of the last one is wasted.
+    huge = nbytes > 0 and rounded - nbytes <= nbytes // 2
+    area = mmap.mmap(
+        -1,
+        rounded + _HUGE if huge else max(nbytes, 1),
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+    )
     with contextlib.suppress(OSError):  # a kernel without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(area, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE if huge else 0
+    memory = memory[start : start + nbytes]
     memory.zero_()
-    return memory[:nbytes]
+    return memory
 
 
 def cuda_used() -> bool:
