@@ -22,7 +22,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): pyproject.toml constraints.txt Makefile hatch_build.py ckpt/_rows.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV) || \
