@@ -127,6 +127,8 @@ class _Unpickler(pickle.Unpickler):
             return self._records[key]
         if key in _BUILTINS:
             return _BUILTINS[key]
+        if key == ("builtins", "getattr"):
+            return self._member
         if module == "torch" and name in ITEMSIZE:
             return name
         if module == "torch" and name.isidentifier():
@@ -134,6 +136,12 @@ class _Unpickler(pickle.Unpickler):
                 f"{self._what}: names torch.{name}, which is no dtype of a checkpoint"
             )
         raise BadInputError(refusal(self._what, f"{module}.{name}"))
+
+    def _member(self, owner: Any, name: Any) -> _Record:
+        """A member of an enumeration: before 3.11.4 Python pickles it as a look into its class."""
+        if isinstance(owner, type) and issubclass(owner, _Record) and type(name) is str:
+            return owner(name)
+        raise BadInputError(refusal(self._what, "builtins.getattr"))
 
 
 class _Reader:

@@ -578,3 +578,16 @@ def test_under_puts_all_of_a_source_under_a_name(
     assert contents(tmp_path / "root") == contents(tmp_path / "other")
     with pytest.raises(BadInputError, match="scheme"):
         Target(open_storage("ftp://x"), 1)
+
+
+class _Look:
+    def __reduce__(self) -> Any:
+        return getattr, ("abc", "upper")
+
+
+def test_a_dcp_pickle_may_look_into_enumerations_only() -> None:
+    """Python before 3.11.4 pickles a member of one as getattr(class, name)."""
+    from ckpt.foreign.metadata import parse_metadata
+
+    with pytest.raises(BadInputError, match=r"builtins\.getattr"):
+        parse_metadata(pickle.dumps(_Look()), ".metadata")
