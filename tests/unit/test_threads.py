@@ -116,7 +116,7 @@ def test_hurry_raises_at_once_and_for_good(
 def test_pressure_raises(idle: WriteThreads, policies: Policies, clock: StillClock) -> None:
     full = 0.0
     with idle.paced(pace(clock, lambda: full)):
-        full = 0.7
+        full = 0.85
         idle.check()
         assert policies.all() == {os.SCHED_OTHER}
 
