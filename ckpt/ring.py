@@ -18,9 +18,7 @@ from ckpt.native import pin, unpin
 ALIGN_BYTES = 4096
 _MIB = 1 << 20
 _HUGE_BYTES = 2 * _MIB
-_SHARE = (
-    16  # a buffer is at most this part of the staging memory: four leave most of it to old rows
-)
+_SHARE = 16  # a buffer is at most this part of the staging memory
 
 
 def buffer_bytes(staging_bytes: int, chunk_bytes: int) -> int:

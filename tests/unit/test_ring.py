@@ -106,9 +106,9 @@ def test_one_buffer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("staging_bytes", "chunk_bytes", "expected"),
     [
-        (80 * MIB, 16 * MIB, 4 * MIB),
+        (80 * MIB, 16 * MIB, 5 * MIB),
         (16 * MIB, 16 * MIB, MIB),
-        (100 * MIB + 1, 16 * MIB, aligned(100 * MIB // 20)),
+        (100 * MIB + 1, 16 * MIB, aligned(100 * MIB // 16)),
         (10_000 * MIB, 16 * MIB, 16 * MIB),
         (64 * MIB, 4096, 4096),
         (64 * MIB, 5000, 8192),
