@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ckpt.errors import UntrackedWriteError
 from ckpt.native import move
 from ckpt.rows.device import CudaDevice, Device, Mark
+from ckpt.tree import identity
 from ckpt.types import Clock
 
 _LIFT_AGAIN_S = 0.02  # their watchdog may have lowered the persist threads meanwhile
@@ -286,19 +287,6 @@ def owned_by_steps(
         if tensor.untyped_storage().data_ptr() not in foreign:
             owned.add(identity(tensor))
     return owned
-
-
-def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Names a tensor's memory as it is used: two with one identity are the same values."""
-    lazy = tensor.is_conj(), tensor.is_neg()
-    return (
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        lazy,
-    )
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:

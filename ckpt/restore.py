@@ -10,7 +10,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -151,13 +150,8 @@ class CheckpointReader:
             box = _overlap(stored.shard.offsets, stored.shard.sizes, offsets, tuple(out.shape))
             if box is not None:
                 jobs += [(stored, c) for c in _chunks_of(stored.shard, box)]
-        if len(jobs) <= 1 or self._workers <= 1:
-            for stored, chunk in jobs:
-                self._copy_chunk(info, stored, chunk, out, offsets)
-            return
-        with ThreadPoolExecutor(min(self._workers, len(jobs))) as pool:
-            # list() so that the first error of any worker is raised here
-            list(pool.map(lambda j: self._copy_chunk(info, j[0], j[1], out, offsets), jobs))
+        # list() so that the first error of any worker is raised here
+        list(each(lambda j: self._copy_chunk(info, *j, out, offsets), jobs, self._workers))
 
     def iter_rows(self, fqn: str) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, block of rows) of a tensor, each row once, in order.

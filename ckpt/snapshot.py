@@ -96,7 +96,7 @@ class Snapshot:
             self.proof.check()
         self._fix()
         for item, tensor in self.staged:
-            yield from _tensor_blocks(item, tensor, chunk_bytes)
+            yield from tensor_blocks(item, tensor, chunk_bytes)
 
     def fix_if_copied(self) -> None:
         """Nothing was left in the trainer's memory: the snapshot is complete already."""
@@ -164,7 +164,7 @@ class _TensorBlock:
         move(views[0], self._source)
 
 
-def _tensor_blocks(item: int, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Block]:
+def tensor_blocks(item: int, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Block]:
     """Whole rows of a contiguous host tensor."""
     sizes = tuple(tensor.shape)
     rows, width = row_count(sizes), row_bytes(sizes, _dtype(tensor))

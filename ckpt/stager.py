@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,18 +15,19 @@ from torch.distributed.tensor import DTensor
 from ckpt.attach import Attachment
 from ckpt.budget import BUFFERS, share_out
 from ckpt.config import CheckpointConfig
-from ckpt.fence import Copy, StepFence, identity, owned_by_steps
+from ckpt.fence import Copy, StepFence, owned_by_steps
 from ckpt.native import cuda_used
+from ckpt.outcomes import Wait
 from ckpt.plan import RankPlan
 from ckpt.proof import RowProof
 from ckpt.ring import Ring
 from ckpt.rows import Place, RowGuards, RowSnapshot
 from ckpt.snapshot import GuardedItems, Snapshot
 from ckpt.staging import Arena
-from ckpt.tree import FlatState, Leaf, Shard
+from ckpt.tree import FlatState, Leaf, Shard, identity
 from ckpt.types import Clock, EventSink
 
-Waited = Callable[[Literal["overlay", "fence"], float], None]
+Waited = Callable[[Wait, float], None]
 Untracked = Callable[[int, str, Sequence[int]], None]
 
 _WORTH_A_FENCE_BYTES = 4 << 20  # less than that is copied in a millisecond
@@ -175,7 +176,7 @@ class Stager:
 
     def _fenced(self, rest: list[int], shards: list[Shard], plan: RankPlan) -> set[int]:
         """Which of these items only optimizers' steps change, if there is enough of them."""
-        if self._fence is None:
+        if self._fence is None or sum(shards[n].tensor.nbytes for n in rest) < _WORTH_A_FENCE_BYTES:
             return set()
         owned = owned_by_steps(self._attachment.optimizers, self._attachment.lookup_tensors())
         unsteady = self._fence.unsteady

@@ -209,6 +209,19 @@ def _plain(what: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Names a tensor's memory as it is used: two with one identity are the same values."""
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return (
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        lazy,
+    )
+
+
 def dtype_name(what: str, dtype: torch.dtype) -> str:
     """Torch's name of a dtype, or BadInputError if checkpoints can't hold it."""
     name = str(dtype).removeprefix("torch.")

@@ -6,9 +6,8 @@ to a host tensor; a pump writes them in chunks of at most `chunk_bytes`, each wi
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt import layout
-from ckpt.blocks import Block, Blocks, Piece
+from ckpt.blocks import Block, Blocks
 from ckpt.config import CheckpointConfig
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, SaveError
@@ -34,9 +33,10 @@ from ckpt.index import (
 )
 from ckpt.pump import Pump, Pumped
 from ckpt.ring import Ring
+from ckpt.snapshot import tensor_blocks
 from ckpt.storage import Storage
 from ckpt.storage.protocol import ObjectWriter
-from ckpt.tree import dtype_name, host_bytes
+from ckpt.tree import dtype_name
 from ckpt.types import FileEntry
 
 
@@ -176,14 +176,8 @@ class _Resolved:
             if not isinstance(tensor, torch.Tensor):
                 raise BadInputError(f"{item.index.fqn}: only tensors go into data files")
             self.dtypes[n] = dtype_name(item.index.fqn, tensor.dtype)
-            rows, width = row_count(sizes := tuple(tensor.shape)), row_bytes(sizes, self.dtypes[n])
-            data = host_bytes(tensor.contiguous())
-            step = max(1, chunk_bytes // width) if rows else 1
-            for row in range(0, rows, step):
-                count = min(step, rows - row)
-                piece = Piece(n, row, count, count * width)
-                yield _Rows((piece,), data[row * width : (row + count) * width])
-            del tensor, data  # the next one may take its place in memory
+            yield from tensor_blocks(n, tensor.contiguous(), chunk_bytes)
+            del tensor  # the next one may take its place in memory
 
     def _rows(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Sizes and bytes per row of each item."""
@@ -191,19 +185,6 @@ class _Resolved:
             assert item.tensor_data is not None
             sizes = tuple(item.tensor_data.chunk.sizes)
             yield sizes, row_bytes(sizes, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Some rows of a host tensor."""
-
-    pieces: Sequence[Piece]
-    data: memoryview
-
-    def fill(self, views: Sequence[torch.Tensor]) -> None:
-        source = torch.frombuffer(self.data, dtype=torch.uint8)
-        # Not Tensor.copy_: one call without the GIL, and no threads of its own that would spin.
-        ctypes.memmove(views[0].data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def _dtype_of(item: WriteItem) -> str:

@@ -23,6 +23,7 @@ from ckpt.rows.pool import Pool, Stop, Table, nbytes
 from ckpt.rows.pools import Pools
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.rows.versions import Component, Versions, Watched
+from ckpt.tree import identity
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
@@ -183,7 +184,7 @@ class RowGuards:
                 for k, part in enumerate(table.components):
                     if part.numel():
                         place = Place(table, key, k, self._chunk_rows[key])
-                        self._places.setdefault(_identity(part), place)
+                        self._places.setdefault(identity(part), place)
         self._laid_out = True
 
     @property
@@ -343,7 +344,7 @@ class RowSnapshot:
 
     def find(self, tensor: torch.Tensor) -> Place | None:
         """The guarded component that a live tensor is, by its memory; None if it isn't one."""
-        return self._places.get(_identity(tensor)) if tensor.numel() else None
+        return self._places.get(identity(tensor)) if tensor.numel() else None
 
     def copy(self, place: Place, chunk: int, out: Sequence[torch.Tensor | None]) -> int:
         """Copy a chunk of a table as it was at opening; returns how many of its rows were old ones.
@@ -399,10 +400,6 @@ class RowSnapshot:
             self._closed = True
             self._pool.pass_all(self.slot)
             self._guards._note_closed(self)
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _aligned(table: Table, rows: int) -> int:
