@@ -16,7 +16,7 @@ from ckpt.digest import new_hasher
 from ckpt.storage import ObjectWriter
 from ckpt.types import Buffer, DigestName, FileEntry
 from publisher.gates import GateError
-from publisher.records import PublishedTable, TablePart
+from publisher.records import PublishedTable, TablePart, TableStats
 
 ALIGN_BYTES = 128
 ROW_HEAD_BYTES = 4
@@ -81,7 +81,8 @@ def write_table(
     if rows == 0:
         out.write(bytes(row_bytes(dim)))
     part = TablePart(file, offset, 0, rows)
-    return PublishedTable(fqn, rows, dim, "int8_rowwise", row_bytes(dim), (part,))
+    stats = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0)
+    return PublishedTable(fqn, rows, dim, "int8_rowwise", row_bytes(dim), (part,), stats)
 
 
 def pack_rows(values: torch.Tensor) -> torch.Tensor:

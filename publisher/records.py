@@ -6,20 +6,29 @@ must start fast.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal, TypeVar
 
 from ckpt.errors import CorruptError
 from ckpt.manifest import CommitRecord, seal, unseal
+from ckpt.typed import decode_stored
 from ckpt.types import Buffer, CommitRef, FileEntry
 
 GateName = Literal[
-    "digests", "trusted_code", "names_and_shapes", "coverage", "finite", "golden_parity", "build"
+    "digests",
+    "trusted_code",
+    "names_and_shapes",
+    "coverage",
+    "finite",
+    "norm_drift",
+    "dequantisation",
+    "id_maps",
+    "golden_parity",
+    "metric",
+    "build",
 ]
-TableFormat = Literal["int8_rowwise"]
-MoveKind = Literal["publish", "rollback"]
+TableFormat = Literal["int8_rowwise", "int4_rowwise", "fp16", "fp32"]
+MoveKind = Literal["publish", "canary", "promote", "rollback"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,27 @@ class TablePart:
 
 
 @dataclass(frozen=True)
+class TableStats:
+    """What was seen of a table's fp32 rows while they were streamed.
+
+    mean_norm, max_norm: of the rows' Euclidean lengths.
+    norm_counts: how many rows have a length of 0, and then in each power of two from
+        [2^-20, 2^-19) on; the first of them takes all that are shorter, the last all longer ones.
+    max_abs_err: the largest |stored value - fp32 value|. rms_err, rms: root mean squares of that
+        error and of the values.
+    """
+
+    mean_norm: float
+    max_norm: float
+    norm_counts: tuple[int, ...]
+    max_abs_err: float
+    rms_err: float
+    rms: float
+
+
+@dataclass(frozen=True)
 class PublishedTable:
-    """One table: its rows are `row_bytes` apart in each of its parts."""
+    """One table: its rows are `row_bytes` apart in each of its parts, which tile [0, rows) in order."""
 
     fqn: str
     rows: int
@@ -77,6 +105,7 @@ class PublishedTable:
     format: TableFormat
     row_bytes: int
     parts: tuple[TablePart, ...]
+    stats: TableStats
 
 
 @dataclass(frozen=True)
@@ -95,7 +124,11 @@ class VersionManifest:
     """Written last: a version exists when this does. What it doesn't list isn't part of it.
 
     `parent` is the version that was live when this one was begun. Keys in `files` are relative
-    to the version's folder.
+    to the version's folder. `dense_step`, `table_step` and `id_map_step` say of which step each kind
+    of content is: today all are the source's, and a host refuses a version in which they differ.
+
+    event_time_s: event time of the newest batch that the commit was trained on, if the trainer said.
+    lease_epoch: under which lease it was published.
     """
 
     KIND: ClassVar[str] = "version"
@@ -103,14 +136,19 @@ class VersionManifest:
     version: int
     parent: int | None
     source: Source
+    dense_step: int
+    table_step: int
+    id_map_step: int
     saved_at_s: float
     committed_at_s: float
+    event_time_s: float | None
     model: str
     description_id: str
     files: tuple[FileEntry, ...]
     tables: tuple[PublishedTable, ...]
     gates: tuple[GateResult, ...]
     published_by: str
+    lease_epoch: int
     started_at_s: float
     published_at_s: float
 
@@ -127,6 +165,11 @@ class Move:
     """One move of the live pointer: `live.json` holds the newest, `history/` all of them.
 
     sequence: counts the moves from 1.
+    from_version, to_version: the live version before and after; None: nothing was live yet.
+    canary: the canary after this move, if there is one. `canary` moves change only this.
+    source: the commit of the version that moved.
+    lease_epoch: the newest lease under which the pointer was ever moved; a publisher with an older
+        one moves it no more.
     falls_back_to: the sequence of the move that `rollback` returns to; None: there is none.
     newest: per run, the newest commit that ever went live; older ones never do by themselves.
     token: unique, so that a publisher whose reply was lost knows its own move.
@@ -138,7 +181,9 @@ class Move:
     kind: MoveKind
     from_version: int | None
     to_version: int
+    canary: int | None
     source: Source
+    lease_epoch: int
     who: str
     why: str
     at_s: float
@@ -165,7 +210,6 @@ class Refusal:
 
 Document = Claim | VersionManifest | Move | Refusal
 D = TypeVar("D", Claim, VersionManifest, Move, Refusal)
-T = TypeVar("T")
 
 
 def encode(document: Document) -> bytes:
@@ -174,40 +218,4 @@ def encode(document: Document) -> bytes:
 
 def decode(kind: type[D], data: Buffer, key: str) -> D:
     """Read a document back; CorruptError names `key` and the field that is wrong."""
-    return _build(kind, unseal(kind.KIND, data, key), key)
-
-
-def _build(kind: type[T], body: Any, what: str) -> T:
-    """A dataclass from a JSON object that has exactly its fields."""
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(body, Mapping) or set(body) != set(names):
-        found = sorted(body) if isinstance(body, Mapping) else body
-        raise CorruptError(
-            f"{what}: a {kind.__name__} has the fields {sorted(names)}, found {found}"
-        )
-    hints = get_type_hints(kind)
-    return kind(**{n: _value(hints[n], body[n], f"{what}: {n}") for n in names})
-
-
-def _value(hint: Any, value: Any, what: str) -> Any:
-    """One JSON value as a field's type, strictly."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _value(args[0], value, what)
-    if origin is Literal:
-        if value not in args:
-            raise CorruptError(f"{what}: {value!r} is not one of {', '.join(args)}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise CorruptError(f"{what}: expected a list, found {value!r}")
-        return tuple(_value(args[0], v, what) for v in value)
-    if is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, what)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise CorruptError(f"{what}: expected {hint.__name__}, found {value!r}")
-    if hint is int and value < 0:
-        raise CorruptError(f"{what}: {value} is below 0")
-    return value
+    return decode_stored(kind, unseal(kind.KIND, data, key), key)

@@ -15,11 +15,11 @@ CKPT = [
     {"config"},
     {
         *("command", "digest", "events", "findings", "formats", "layout", "metrics", "trust"),
-        *("parallel", "values"),
+        *("parallel", "typed", "values"),
     },
     {"machine", "manifest", "nesting"},
     {"index", "schema"},
-    {"storage"},
+    {"idmaps", "storage"},
     {"lineage", "pins", "verify"},
     {"catalog", "retention"},
     {"survey", "written"},

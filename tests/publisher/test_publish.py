@@ -13,7 +13,14 @@ from ckpt import layout
 from ckpt.errors import CorruptError, StorageError
 from ckpt.pins import PinBoard
 from ckpt.restore import CheckpointReader
-from ckpt.schema import ConstantSpec, FeatureSpec, LookupSpec, OutputSpec, ServingDescription
+from ckpt.schema import (
+    ConstantSpec,
+    FeatureSpec,
+    LookupSpec,
+    OutputSpec,
+    RequestFeature,
+    ServingDescription,
+)
 from ckpt.storage import MemoryStorage, Storage
 from ckpt.trust import TrustList
 from ckpt.types import CommitRef
@@ -289,6 +296,7 @@ DESCRIBED = description()
                         (*DESCRIBED.lookups[0].features, FeatureSpec("u", USER, 50, 4, "sum")),
                     ),
                 ),
+                features=(*DESCRIBED.features, RequestFeature("u")),
             ),
             "digests",
             "gives 10 columns, its input is float32",

@@ -38,14 +38,19 @@ def make_version(registry: Registry, of: Source) -> VersionManifest:
         version=number,
         parent=None,
         source=of,
+        dense_step=of.step,
+        table_step=of.step,
+        id_map_step=of.step,
         saved_at_s=1.0,
         committed_at_s=2.0,
+        event_time_s=None,
         model="m",
         description_id="d",
         files=(FileEntry("file", 7, digest_of(b"content")),),
         tables=(),
         gates=(),
         published_by=WHY.who,
+        lease_epoch=0,
         started_at_s=3.0,
         published_at_s=4.0,
     )
@@ -315,7 +320,7 @@ def test_every_refusal_is_kept(registry: Registry) -> None:
 
 
 def test_documents_are_read_strictly() -> None:
-    move = Move(1, "publish", None, 1, source(1), "w", "y", 1.0, None, (source(1),), "t")
+    move = Move(1, "publish", None, 1, None, source(1), 0, "w", "y", 1.0, None, (source(1),), "t")
     data = encode(move)
     assert decode(Move, data, "k") == move
     for bad in (

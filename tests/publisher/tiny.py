@@ -28,6 +28,7 @@ from ckpt.schema import (
     InputSpec,
     LookupSpec,
     OutputSpec,
+    RequestFeature,
     ServingDescription,
     encode_description,
 )
@@ -117,6 +118,7 @@ def description(**changes: object) -> ServingDescription:
             OutputSpec(name, "float32", ("batch",))
             for name in ("score", "user_stamp", "genre_stamp", "dense_stamp")
         ),
+        features=(RequestFeature("user"), RequestFeature("genre")),
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 

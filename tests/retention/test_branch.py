@@ -270,7 +270,7 @@ def test_what_a_publisher_needs_comes_along(source: Path, tmp_path: Path) -> Non
     storage.create(program, b"program")
     prefix = description_prefix("d1")
     described = ServingDescription(
-        "model", program, "ab" * 32, f"{prefix}golden.safetensors", "x", 0.0, (), (), (), ()
+        "model", program, "ab" * 32, f"{prefix}golden.safetensors", "x", 0.0, (), (), (), (), ()
     )
     storage.create(f"{prefix}description.json", encode_description(described))
     storage.create(f"{prefix}golden.safetensors", b"golden")

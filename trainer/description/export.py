@@ -30,6 +30,7 @@ from ckpt.schema import (
     InputSpec,
     LookupSpec,
     OutputSpec,
+    RequestFeature,
     ServingDescription,
     encode_description,
 )
@@ -145,6 +146,7 @@ def _describe(
                 _output_names(probe.outputs), output_shapes(program), strict=True
             )
         ),
+        features=tuple(RequestFeature(feature) for feature in request),
     )
     # The id leaves out what differs from one export to the next: the measured error.
     description_id = hashlib.sha256(encode_description(described)).hexdigest()[:20]
