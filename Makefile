@@ -8,6 +8,8 @@ DEMO ?=
 # Options of the benchmarks, such as BENCH="--quick".
 BENCH ?=
 ROOT ?= build/demo/run
+# How many tests run at the same time.
+WORKERS ?= 3
 
 .PHONY: help setup demo test check bench format clean
 
@@ -42,8 +44,9 @@ $(READY): pyproject.toml constraints.txt Makefile hatch_build.py ckpt/_rows.c
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo --root $(ROOT) $(DEMO)
 
+# Many tests wait for processes that they started, so there are more workers than cores; a file stays on one.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

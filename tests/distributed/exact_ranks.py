@@ -20,7 +20,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.storage import open_storage
 from ckpt.tree import flatten
 from tests.distributed.guards_ranks import BAGS, CPU, DENSE, LISTS, PIPELINES, batches, build
-from tests.distributed.launch import join
+from tests.distributed.launch import join, leave
 from tests.faults import DEADLINE_S
 from tests.guarded.oracle import Oracle
 from tests.guarded.turnstile import SteppedCheckpointer
@@ -133,7 +133,7 @@ def main() -> None:
         dtensor = name.endswith("+dtensor")
         train(name.removesuffix("+dtensor"), f"{root}/{name}", rank, world, dtensor=dtensor)
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

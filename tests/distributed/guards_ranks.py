@@ -42,7 +42,7 @@ from ckpt.events import ListSink
 from ckpt.rows import RowGuards
 from ckpt.tree import flatten
 from ckpt.types import SystemClock
-from tests.distributed.launch import join
+from tests.distributed.launch import join, leave
 from tests.unit.attach_recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -386,7 +386,7 @@ def main() -> None:
             touch_by_hand(rank, world)
         else:
             train(action, rank, world)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
@@ -27,7 +26,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from ckpt.attach import Attachment
 from ckpt.attach.finding import _BARRED
 from ckpt.events import ListSink
-from tests.distributed.launch import join
+from tests.distributed.launch import join, leave
 from tests.unit.attach_recorder import Recorder
 
 MODULES = (
@@ -95,7 +94,7 @@ def main() -> None:
     known = {name for module in MODULES for name in vars(importlib.import_module(module))}
     missing = set(_BARRED) - known
     assert not missing, missing
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

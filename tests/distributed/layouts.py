@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -13,7 +12,7 @@ from torch.distributed.tensor import Shard as ShardOf
 
 from ckpt import CheckpointConfig, Checkpointer
 from ckpt.errors import BadInputError
-from tests.distributed.launch import join
+from tests.distributed.launch import join, leave
 
 ROWS, COLS = 23, 10
 TABLES = ("row", "column", "table", "few_rows", "blocks")
@@ -83,7 +82,7 @@ def main() -> None:
             assert torch.equal(got["plain"], torch.ones(3))  # type: ignore[arg-type]
         else:
             recut(c, rank, world)
-    dist.destroy_process_group()
+    leave()
 
 
 def recut(c: Checkpointer, rank: int, world: int) -> None:

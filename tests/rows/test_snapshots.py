@@ -222,7 +222,7 @@ class DeviceMachine(Machine):
     pool = "device"
 
 
-for machine, examples in ((Machine, 40), (TorchMachine, 40), (DeviceMachine, 15)):
+for machine, examples in ((Machine, 30), (TorchMachine, 20), (DeviceMachine, 10)):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )

@@ -11,7 +11,7 @@ from ckpt.errors import ConflictError, NotFoundError, StorageError
 from ckpt.storage.s3 import S3Storage
 from tests.s3.fake import FakeS3
 
-pytestmark = pytest.mark.usefixtures("credentials")
+with_credentials = pytest.mark.usefixtures("credentials")
 
 
 def test_a_real_store_honours_them(seaweedfs: object, storage: S3Storage) -> None:
@@ -21,6 +21,7 @@ def test_a_real_store_honours_them(seaweedfs: object, storage: S3Storage) -> Non
     assert list(storage.unfinished()) == []
 
 
+@with_credentials
 @pytest.mark.parametrize(
     ("conditions", "honoured", "finish"),
     [("honour", True, True), ("put only", True, False), ("ignore", False, False)],
@@ -36,12 +37,14 @@ def test_it_asks_and_cleans_up(conditions: str, honoured: bool, finish: bool) ->
         assert len(server.requests) == asked
 
 
+@with_credentials
 def test_a_lost_reply_to_the_probe_itself_is_no_evidence() -> None:
     with FakeS3() as server:
         server.on("PUT", "probe").lose_reply()
         assert server.storage().probe() is True
 
 
+@with_credentials
 def test_without_permission_it_says_what_to_allow() -> None:
     with FakeS3() as server:
         server.on("PUT").always().answer(403, "AccessDenied")
@@ -49,6 +52,7 @@ def test_without_permission_it_says_what_to_allow() -> None:
             server.storage().probe()
 
 
+@with_credentials
 @pytest.mark.parametrize("conditions", ["ignore", "reject"])
 class TestOneWriter:
     def test_sees_what_exists(self, conditions: str) -> None:
@@ -113,6 +117,7 @@ def test_a_store_that_refuses_conditions_is_probed_by_its_first_create() -> None
             storage.create("k", b"two")
 
 
+@with_credentials
 def test_parts_alone_may_be_unconditional() -> None:
     """Ceph honours If-None-Match for PutObject, and ignores it when parts are put together."""
     with FakeS3(conditions="put only") as server:
