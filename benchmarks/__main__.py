@@ -9,7 +9,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import interference, limits, memory, persist, report, scale, stall
+from benchmarks import (
+    freshness,
+    interference,
+    limits,
+    memory,
+    persist,
+    publish,
+    report,
+    scale,
+    serve,
+    stall,
+)
 from benchmarks.report import Report
 
 BENCHMARKS: dict[
@@ -21,6 +32,9 @@ BENCHMARKS: dict[
     "interference": (interference.add_options, interference.run),
     "persist": (persist.add_options, persist.run),
     "scale": (scale.add_options, scale.run),
+    "publish": (publish.add_options, publish.run),
+    "freshness": (freshness.add_options, freshness.run),
+    "serve": (serve.add_options, serve.run),
 }
 
 

@@ -72,7 +72,7 @@ class Watch:
         trees: list[list[int]] = []
         while not self._stop.wait(EVERY_S):
             if len(self.samples) % LOOK_EVERY == 0:
-                trees = [_tree(pid) for pid in self.pids]
+                trees = [tree(pid) for pid in self.pids]
             memory = [_memory(tree) for tree in trees]
             own = sum(_cpu_s(pid) for tree in trees for pid in tree)
             private, files = sum(m[0] for m in memory), sum(m[1] for m in memory)
@@ -114,7 +114,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * _TICK_S if fields else 0.0
 
 
-def _tree(root: int) -> list[int]:
+def tree(root: int) -> list[int]:
     """`root` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
