@@ -46,22 +46,32 @@ def export_dense(
     """
     live = arguments.candidates()
     while True:
+        part = DensePart(model, arguments, live).eval()
         try:
-            program = _trace(DensePart(model, arguments, live).eval(), live)
+            traced = _trace(part, live)
         except _SameSizesError as e:
             arguments.unify(e.same)
             live = unified(live, e.same)
             continue
-        used = _live_inputs(program)
-        names = program.graph_signature.user_inputs
-        kept = [i for i, name in zip(live, names, strict=True) if name in used]
-        if not kept:
-            raise BadInputError("no output of the model depends on its arguments")
-        if not any(i.size == BATCH for i in kept):  # something has to tell the batch size
-            kept.append(next(i for i in live if i.size == BATCH))
+        kept = _kept(traced, live)
         if len(kept) == len(live):
-            return program, live
+            program = _in_aten(traced, part)
+            kept = _kept(program, live)
+            if len(kept) == len(live):
+                return program, live
         live = kept  # an input that nothing reads is no part of the description
+
+
+def _kept(program: ExportedProgram, inputs: Sequence[ProgramInput]) -> list[ProgramInput]:
+    """The inputs that an output depends on, and one at least that tells the batch size."""
+    used = _live_inputs(program)
+    names = program.graph_signature.user_inputs
+    kept = [i for i, name in zip(inputs, names, strict=True) if name in used]
+    if not kept:
+        raise BadInputError("no output of the model depends on its arguments")
+    if not any(i.size == BATCH for i in kept):
+        kept.append(next(i for i in inputs if i.size == BATCH))
+    return kept
 
 
 def promote_constants(program: ExportedProgram) -> set[str]:
@@ -141,7 +151,7 @@ def _trace(part: DensePart, inputs: Sequence[ProgramInput]) -> ExportedProgram:
                 examples,
                 dynamic_shapes=(tuple({0: dims[i.size]} for i in inputs),),
                 strict=False,
-            ).run_decompositions(_decompositions())
+            )
     except BadInputError:
         raise
     except Exception as e:  # torch.export's own errors have no common class
@@ -149,6 +159,14 @@ def _trace(part: DensePart, inputs: Sequence[ProgramInput]) -> ExportedProgram:
         if same:
             raise _SameSizesError(same) from e
         raise BadInputError(_refusal(e, names)) from e
+    return program
+
+
+def _in_aten(traced: ExportedProgram, part: nn.Module) -> ExportedProgram:
+    """The program in aten operators only."""
+    config = _fx_config().patch(backed_size_oblivious=True)
+    with config, torch.no_grad(), _aten_regroup(part):
+        program: ExportedProgram = traced.run_decompositions(_decompositions())
     foreign = sorted(
         {
             str(n.target)
