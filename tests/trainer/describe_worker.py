@@ -27,7 +27,7 @@ def main(out: Path) -> None:
             torch.manual_seed(4)
             model = shard(kind("meta"), place.world_size)
             if kind is zoo.Everything:
-                zoo.train(model)
+                zoo.fill(model)
             folder = out / kind.__name__
             served = ServedModel(
                 name=kind.__name__,

@@ -304,12 +304,39 @@ def collisions(configs: Any) -> ManagedCollisionCollection:
     return ManagedCollisionCollection(modules, configs)
 
 
-def train(model: Any, steps: int = 3) -> None:
-    """Fill the collision maps and make every parameter its own."""
+def train(model: nn.Module, steps: int = 3) -> None:
+    """Fill the collision maps as training does, and make every vector of weights its own."""
     model.train()
     with torch.no_grad():
         for step in range(steps):
             model(*Everything.request(8, seed=30 + step))
+    _spread(model)
+
+
+def fill(model: nn.Module) -> None:
+    """As `train`, for a sharded model: TorchRec's eviction runs on GPUs only.
+
+    Every second id of some requests gets a row, each in the shard that it belongs to.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, MCHManagedCollisionModule):
+            feature = {"c_ca": "ca", "c_cb": "cb", "m": "ma"}[path.rpartition(".")[2]]
+            known = [Everything.request(8, seed)[1][feature].values() for seed in (0, 3, 30)]
+            bounds = [b for b in module._output_segments_tensor.tolist() if b >= 0]
+            size = -(-module.input_size() // (len(bounds) - 1))
+            mine = [
+                raw
+                for raw in torch.cat(known).unique().tolist()[::2]
+                if raw >= 0 and raw // size == bounds.index(module._output_global_offset)
+            ][: module.output_size() - 1]
+            module._mch_sorted_raw_ids[: len(mine)] = torch.tensor(mine)
+            rows = module._mch_remapped_ids_mapping[: len(mine)]
+            rows.copy_(rows.flip(0))
+    _spread(model)
+
+
+def _spread(model: nn.Module) -> None:
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))

@@ -1,5 +1,6 @@
 """Shards models over the ranks, each table in another way."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def shard(model: nn.Module, world_size: int, *, mix_means: bool = False) -> Any:
     """DistributedModelParallel of a model built on meta, by an explicit plan.
 
     Collections with MEAN are all row-wise: TorchRec 1.8 divides twice in mixed ones. Managed
-    collision is always row-wise.
+    collision is always row-wise. Sequences are fused: fbgemm's dense kernel pools them on the CPU.
     """
     found: dict[str, Embeddings] = {}
     for path, module in model.named_modules():
@@ -50,17 +51,21 @@ def shard(model: nn.Module, world_size: int, *, mix_means: bool = False) -> Any:
 
 def _plan(embeddings: Embeddings, world_size: int, *, mix_means: bool) -> Any:
     last = world_size - 1
-    ways = [row_wise, lambda: table_wise(last), lambda: column_wise([0, last]), data_parallel]
+    fused = None if embeddings.pooled else "fused"
+    by_row = partial(row_wise, compute_kernel=fused)
+    ways = [by_row, partial(table_wise, last, compute_kernel=fused)]
+    if embeddings.pooled:
+        ways += [partial(column_wise, [0, last]), data_parallel]
     mean = any(c.pooling is PoolingType.MEAN for c in embeddings.configs if embeddings.pooled)
-    by_rows = (mean and not mix_means) or embeddings.collisions is not None
+    if (mean and not mix_means) or embeddings.collisions is not None:
+        ways = [by_row]
     sharder: ModuleSharder[Any] = next(
         s for s in SHARDERS if isinstance(embeddings.module, s.module_type)
     )
     return construct_module_sharding_plan(
         embeddings.module,
         per_param_sharding={
-            c.name: row_wise() if by_rows else ways[i % len(ways)]()
-            for i, c in enumerate(embeddings.configs)
+            c.name: ways[i % len(ways)]() for i, c in enumerate(embeddings.configs)
         },
         sharder=sharder,
         local_size=world_size,

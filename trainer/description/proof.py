@@ -98,6 +98,10 @@ def check_lookup(
             jagged = call.sequences[spec.output]
             want, got = vectors, jagged.values()
             _check_sequence(call, spec, jagged, ids.lengths(), row)
+        if want.shape != got.shape:
+            raise BadInputError(
+                _differs(call, spec, f"{tuple(got.shape)}, not {tuple(want.shape)}")
+            )
         error = float((want - got).abs().max()) if want.numel() else 0.0
         if not error <= TOLERANCE * max(1.0, float(got.abs().max()) if got.numel() else 0.0):
             raise BadInputError(_differs(call, spec, f"off by {error:.3g}"))
