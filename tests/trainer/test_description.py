@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ckpt.digest import check_digest
 from ckpt.errors import BadInputError
+from ckpt.idmaps import EMPTY_SLOT
 from ckpt.storage import MemoryStorage, open_storage
 from ckpt.tree import flatten
 from ckpt.trust import TrustList
@@ -166,14 +167,17 @@ def test_leaves_the_model_as_it_was(trust: TrustList) -> None:
         ),
         (models.Branches, r"at served_models.py:\d+ in forward \(.*no control flow"),
         (models.LongestRow, r"at served_models.py:\d+ in forward \(.*no control flow"),
-        (models.FixedBatch, r"at served_models.py:\d+ in forward \(.*any batch size"),
-        (models.ThreeIds, r"can't be exported.*ids:a = 3 ?\* ?batch"),
+        (
+            models.FixedBatch,
+            r"can't be exported \(it takes batch to be 16, always\).*any batch size",
+        ),
+        (models.ThreeIds, r"takes ids:a to be 3 ?\* ?batch, always"),
         (models.Random, "output output: the exported program is .* away from the model"),
         (models.NoCollection, "NoCollection has no EmbeddingBagCollection"),
         (models.NotCalled, "spare is never called on the golden request"),
         (models.ComputesWeights, "bags: the weights of feature 'a' aren't those of the request"),
         (models.OtherProcessor, "bags: feature 'a' is processed by Doubles; only PositionWeighted"),
-        (models.EqualIds, "bags: feature 'a' has the ids of x and of y and of z"),
+        (models.EqualIds, "bags: feature 'a' has the ids of x and of y in the golden"),
         (
             models.Fails,
             r"fails on the golden request, at served_models.py:\d+ in forward \(RuntimeError",
@@ -264,6 +268,9 @@ def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
         if kind is zoo.Everything:
             assert [len(c.unknown_rows) for c in description.collisions] == [2, 2, 2]
+            for c in description.collisions:
+                raw = read_state(folder / "state")[c.raw_ids_fqn]
+                assert all((part < EMPTY_SLOT).any() for part in raw.chunk(2)), c.name
     messages = [(tmp_path / f"refused-{rank}").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1]
     assert "can't be exported" in messages[0]

@@ -195,19 +195,20 @@ def _same_sizes(message: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refusal(error: Exception, names: Mapping[str, str]) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = next(
-        (line for line in lines if not line.endswith("!")), lines[0] if lines else "no message"
-    )
-    if lines and lines[0].startswith("Constraints violated"):
-        first = " ".join(lines[:2])
+    message = str(error)
     for name, size in names.items():
-        first = re.sub(rf"\b{name}\b", size, first)
+        message = re.sub(rf"\b{name}\b", size, message)
+    fixed = re.search(r"You marked (\S+) as dynamic but .* be a constant \((\d+)\)", message)
+    equal = re.search(r"^\s*(ids:\S+|batch) = (.+?)\s*$", message, re.MULTILINE)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    why = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    if fixed or equal:
+        size, value = (fixed or equal).groups()  # type: ignore[union-attr]
+        why = f"it takes {size} to be {value}, always"
     line = user_line(error)
     return (
-        f"the model can't be exported{f', at {line}' if line else ''} ({type(error).__name__}: {first}); "
-        f"its dense part must have no control flow that depends on data, and take any batch size and "
-        f"any number of ids"
+        f"the model can't be exported{f', at {line}' if line else ''} ({why}); its dense part must have no "
+        f"control flow that depends on data, and take any batch size and any number of ids"
     )
 
 
