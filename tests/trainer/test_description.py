@@ -55,34 +55,6 @@ def outputs(model: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
     )
 
 
-ARGUMENTS = {
-    models.Ranker: ["dense", "features"],
-    models.TwoTower: ["query", "items"],
-    models.MultiTask: ["dense", "unused", "features"],
-}
-
-
-def answer(storage: Any, description: Any, tensors: Any, kind: Any, args: tuple[Any, ...]) -> Any:
-    named = dict(zip(ARGUMENTS[kind], args, strict=True))
-    return serve(storage, description, tensors, request_of(description, named))
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_stored_program_equals_the_model(kind: Any, trust: TrustList) -> None:
-    torch.manual_seed(3)
-    model, storage = kind(), MemoryStorage()
-    description = read_description(storage, describe(model, storage, trust))
-    assert description.export_max_abs_err < 1e-6
-    for parameter in model.parameters():  # the next checkpoint's weights, not those of the export
-        nn.init.normal_(parameter, std=0.3)
-    model.eval()
-    for batch in (1, 2, 7, 64):
-        args = kind.request(batch, seed=batch)
-        got = answer(storage, description, keys_of(model), kind, args)
-        for a, b in zip(got.values(), outputs(model, args), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 def test_names_and_shapes(trust: TrustList) -> None:
     storage = MemoryStorage()
     tower = read_description(storage, describe(models.TwoTower(), storage, trust))
@@ -226,17 +198,19 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_describes_a_sharded_model_at_world_1(trust: TrustList) -> None:
     torch.manual_seed(5)
-    sharded = shard(models.TwoTower("meta"), world_size=1)
-    storage = MemoryStorage()
-    served = ServedModel("m", sharded, models.TwoTower.request(16), "model.", keys_of(sharded))
+    sharded, storage = shard(zoo.Everything("meta"), world_size=1), MemoryStorage()
+    zoo.fill(sharded)
+    served = ServedModel("m", sharded, zoo.Everything.request(16), "model.", keys_of(sharded))
     description = read_description(storage, export_description(served, storage, trust))
+    assert description.export_max_abs_err < 1e-6
     whole = {
         fqn: leaf.shards[0].tensor for fqn, leaf in flatten({"model": sharded}, 0).leaves.items()
     }
     sharded.eval()
     for batch in (1, 5):
-        args = models.TwoTower.request(batch, seed=9)
-        got = answer(storage, description, whole, models.TwoTower, args)
+        args = zoo.Everything.request(batch, seed=9)
+        named = dict(zip(("weighted", "plain"), args, strict=True))
+        got = serve(storage, description, whole, request_of(description, named))
         for a, b in zip(got.values(), outputs(sharded, args), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -254,12 +228,15 @@ def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
     """Tables split by rows, by columns, on one rank and replicated, all in one collection."""
     ended = torchrun("tests.trainer.describe_worker", tmp_path, ranks=2, restarts=0)
     assert ended.returncode == 0, ended.stderr
-    for kind, names in {models.TwoTower: ARGUMENTS[models.TwoTower], zoo.Everything: None}.items():
+    for kind, names in {
+        models.TwoTower: ("query", "items"),
+        zoo.Everything: ("weighted", "plain"),
+    }.items():
         folder = tmp_path / kind.__name__
         storage = open_storage(folder)
         description = read_description(storage, (folder / "id").read_text())
         assert description.export_max_abs_err < 1e-6
-        arguments = dict(zip(names or ["weighted", "plain"], kind.request(7, 3), strict=True))
+        arguments = dict(zip(names, kind.request(7, 3), strict=True))
         request = request_of(description, arguments)
         got = serve(storage, description, read_state(folder / "state"), request)
         expected = safetensors.torch.load_file(folder / "answer.safetensors")

@@ -63,7 +63,7 @@ class RawIds:
                     f"id_maps or raw: no feature {name!r} in the golden request; it has "
                     f"{', '.join(sorted(known))}"
                 )
-        for name in sorted(self.raw.keys() - self._mapped()):
+        for name in sorted(self.raw.keys() - set(self._mapped())):
             raise BadInputError(f"raw: feature {name!r} has no id map; give one in id_maps")
         for name in self._mapped():
             got = np.asarray(known[name].ids.values().cpu().long())
@@ -104,8 +104,8 @@ class RawIds:
             ids = given.ids
         return RequestFeature(name, ids, given.unknown, given.unknown_row, weighted)
 
-    def _mapped(self) -> set[str]:
-        return {n for n, m in self.maps.items() if not isinstance(m.ids, IdentityIds)}
+    def _mapped(self) -> list[str]:
+        return sorted(n for n, m in self.maps.items() if not isinstance(m.ids, IdentityIds))
 
     def _check_map(self, name: str, got: Ids) -> None:
         if name not in self.raw:
@@ -119,6 +119,8 @@ class RawIds:
                 f"{len(got)} ids, so give int64 ({len(got)},)"
             )
         raw = np.asarray(given.cpu())
+        if isinstance(ids := self.maps[name].ids, Vocabulary):
+            _known(name, ids)
         made = self.maps[name].apply(raw)
         differs = np.flatnonzero(made != got)
         if len(differs):
