@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import BadInputError
-from ckpt.schema import HashedIds
+from ckpt.schema import HashedIds, IdentityIds, UnknownIds
 
 Ids = npt.NDArray[np.int64]
 EMPTY_SLOT = np.iinfo(np.int64).max
@@ -67,12 +67,56 @@ class KnownIds:
         return np.where(self.raw[at] == raw, self.row[at], -1)
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """Raw ids that have rows: two lists of one length, int64, in any order."""
+
+    raw: Ids
+    row: Ids
+
+
+@dataclass(frozen=True)
+class IdMap:
+    """How a training pipeline makes ids of a feature's raw ids, and what serving does with unknown ones.
+
+    ids: how. unknown: what a served model does with an id without a row; `row` takes `unknown_row`.
+    """
+
+    ids: IdentityIds | HashedIds | Vocabulary
+    unknown: UnknownIds = "zero"
+    unknown_row: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.unknown == "row") != (self.unknown_row is not None):
+            raise BadInputError(
+                f"unknown = {self.unknown!r} with unknown_row = {self.unknown_row}: give a row with "
+                f'"row", and with nothing else'
+            )
+
+    def apply(self, raw: Ids) -> Ids:
+        """The ids that the model gets; -1 for an id that is unknown and has no `unknown_row`."""
+        if isinstance(self.ids, HashedIds):
+            return hashed(raw, self.ids)
+        if isinstance(self.ids, Vocabulary):
+            rows = KnownIds.of(self.ids.raw, self.ids.row, "vocabulary").rows(raw)
+            return rows if self.unknown_row is None else np.where(rows < 0, self.unknown_row, rows)
+        return raw
+
+
 def collided(raw: Ids, known: KnownIds, block: int, unknown_rows: tuple[int, ...]) -> Ids:
-    """Rows by a managed collision: ids without a row of their own share their block's last row."""
+    """Rows by a managed collision: ids without a row of their own share their block's last row.
+
+    An id beyond the last block belongs to that of its remainder (of its 64 bits, unsigned).
+    """
     rows = known.rows(raw)
     missing = rows < 0
     if missing.any():
-        blocks = raw[missing] // block if block else np.zeros(int(missing.sum()), np.int64)
         shared = np.asarray(unknown_rows, np.int64)
-        rows[missing] = shared[np.clip(blocks, 0, len(shared) - 1)]
+        blocks = np.zeros(int(missing.sum()), np.int64)
+        if block:
+            unsigned = raw[missing].astype(np.int64).view(np.uint64)
+            blocks = (unsigned // np.uint64(block)).astype(np.int64)
+            beyond = unsigned // np.uint64(block) >= np.uint64(len(shared))
+            blocks[beyond] = (unsigned[beyond] % np.uint64(len(shared))).astype(np.int64)
+        rows[missing] = shared[blocks]
     return rows

@@ -7,7 +7,7 @@ rows, and how a request is laid out.
 
 A request is a flat mapping of tensors over one batch:
 
-    <dense input>        float, (batch, ...)
+    <dense input>        (batch, ...), of the dtype that the program takes
     <feature>.values     int64 raw ids, (number of ids,), all rows of the batch one after another
     <feature>.lengths    int64, (batch,): how many ids each row has
     <feature>.weights    float32, (number of ids,): for weighted features only
@@ -90,7 +90,8 @@ class CollisionSpec:
 
     raw_ids_fqn, rows_fqn: checkpoint keys of the raw ids (int64, (size,); empty slots hold the
         largest int64) and of the rows they have (int64, (size,)).
-    block: raw ids b * block to (b + 1) * block - 1 belong to block b (0: there is one block).
+    block: raw ids b * block to (b + 1) * block - 1 belong to block b (0: there is one block); ids
+        beyond them, as unsigned numbers, to block id % (number of blocks).
     unknown_rows: per block, the row that ids without a row of their own train and read.
     """
 

@@ -40,6 +40,7 @@ class Samples:
         many each has.
     dense: float32 (n, 3), the columns of DENSE_FEATURES, each about in [-2, 2].
     labels: float32 (n,), 1 where the rating is 4 or 5.
+    event_times_s: int64 (n,), when each rating was given, Unix seconds.
     """
 
     ids: Tensor
@@ -47,6 +48,7 @@ class Samples:
     genre_lengths: Tensor
     dense: Tensor
     labels: Tensor
+    event_times_s: Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -60,7 +62,12 @@ class Samples:
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
         where = torch.repeat_interleave(starts[index], lengths) + within
         return Samples(
-            self.ids[index], self.genres[where], lengths, self.dense[index], self.labels[index]
+            self.ids[index],
+            self.genres[where],
+            lengths,
+            self.dense[index],
+            self.labels[index],
+            self.event_times_s[index],
         )
 
 
@@ -127,6 +134,7 @@ def load_movielens(folder: Path | None = None) -> MovieLens:
         genre_lengths=torch.tensor([len(row) for row in lists], dtype=torch.int64),
         dense=torch.from_numpy(dense.astype(np.float32)),
         labels=torch.from_numpy((rating >= 4).astype(np.float32)),
+        event_times_s=torch.from_numpy(stamp.astype(np.int64)),
     )
     held = torch.from_numpy(_held_out(user))
     rows = {

@@ -28,6 +28,7 @@ class BatchReader(Generic[B]):
         fetch: makes a batch of the samples at some indices, int64 (batch_size / world_size,).
         rank, world_size: whose part of each batch this reader hands out; by default this
             process's in torch.distributed, or all of it where that isn't initialised.
+        event_times_s: when each sample happened, Unix seconds, (count,), for `event_time_s`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BatchReader(Generic[B]):
         *,
         rank: int | None = None,
         world_size: int | None = None,
+        event_times_s: Tensor | None = None,
     ) -> None:
         joined = dist.is_available() and dist.is_initialized()
         if world_size is None:
@@ -58,6 +60,14 @@ class BatchReader(Generic[B]):
         self._batch_size = batch_size
         self.batches_per_epoch = count // batch_size
         self._position = 0
+        self._newest_s: Tensor | None = None
+        if event_times_s is not None:
+            if event_times_s.shape != (count,):
+                raise BadInputError(
+                    f"event_times_s: {tuple(event_times_s.shape)}; give one for each of {count} samples"
+                )
+            used = event_times_s[: self.batches_per_epoch * batch_size].double()
+            self._newest_s = used.view(-1, batch_size).max(1).values.cummax(0).values
 
     @property
     def batch_size(self) -> int:
@@ -72,6 +82,12 @@ class BatchReader(Generic[B]):
     def epoch(self) -> int:
         """The epoch, from 0, that the next batch belongs to."""
         return self._position // self.batches_per_epoch
+
+    def event_time_s(self, position: int) -> float | None:
+        """The newest event time of the global batches before `position`; None if there is none."""
+        if self._newest_s is None or position < 1:
+            return None
+        return float(self._newest_s[min(position, self.batches_per_epoch) - 1])
 
     def seek(self, position: int) -> None:
         """Go to a position, for iterators that begin after this."""

@@ -26,6 +26,7 @@ from ckpt.config import restart_count, spool_folder
 from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
+from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock
 from trainer.ledger import Ledger, SaveEvents
@@ -43,6 +44,13 @@ class Reader(Protocol[B_co]):
     `position` counts the global batches handed out; `seek` goes to one. Iterating gives the
     batches from there on, to the end of an epoch or of everything. `batch_size` is the
     samples of a global batch: a checkpoint's position means nothing at another size.
+
+    A reader that knows when its samples happened may also have
+
+        def event_time_s(self, position: int) -> float | None
+
+    the newest event time, Unix seconds, of the batches before `position` (None: there are none).
+    Commits then carry it as the annotation `ckpt.schema.EVENT_TIME`, for the freshness of what is served.
     """
 
     @property
@@ -174,7 +182,7 @@ class Session(Generic[B_co]):
     def save(self) -> SaveHandle:
         """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
         self._check_entered()
-        handle = self._checkpointer.save(self.steps, self.state)
+        handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
         self._saved_step = self.steps
         self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
         return handle
@@ -248,6 +256,12 @@ class Session(Generic[B_co]):
             self._mirror.copy_left_over(_rank())
             self._mirror.follow(key)
         self._ledger.open(self._ledger_root / key)
+
+    def _event_time(self) -> dict[str, str]:
+        """The annotation with the event time of the newest batch trained, if the reader knows it."""
+        event_time_s = getattr(self._reader, "event_time_s", None)
+        newest = None if event_time_s is None else event_time_s(self.position)
+        return {} if newest is None else {EVENT_TIME: f"{newest:.6f}"}
 
     @property
     def _restored_step(self) -> int:

@@ -61,6 +61,7 @@ def train(config: TrainConfig, say: Say = print) -> dict[str, Any]:
             lambda index: to_batch(data.train.take(index)),
             rank=place.rank,
             world_size=place.world_size,
+            event_times_s=data.train.event_times_s,
         )
         quiet: Say = lambda text: None  # noqa: E731
         run = _Run(

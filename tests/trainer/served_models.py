@@ -1,5 +1,6 @@
-"""Small models of the shapes that people serve, and some that can't be described yet."""
+"""Small models for the exporter's tests, and some that can't be described."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -7,8 +8,7 @@ from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
     PoolingType,
@@ -140,11 +140,6 @@ class Rewrites(Refused):
         return super().forward(hashed)
 
 
-class ReadsLengths(Refused):
-    def forward(self, features: Any) -> Tensor:
-        return super().forward(features) * features.lengths().view(2, -1)[0].float()[:, None]
-
-
 class Branches(Refused):
     def forward(self, features: Any) -> Tensor:
         pooled = self.bags(features).values()
@@ -170,80 +165,140 @@ class NoCollection(Refused):
         return self.head(torch.zeros(features.stride(), 16))
 
 
-class Weighted(Refused):
+class ThreeIds(Refused):
+    """Takes every row to have exactly three ids."""
+
+    def forward(self, features: Any) -> Tensor:
+        three = features["a"].values().view(features.stride(), 3)
+        return super().forward(features) + three.sum(1, keepdim=True)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        values = torch.randint(0, ROWS, (6 * batch,), generator=generator(seed))
+        return (KeyedJaggedTensor(["a", "b"], values, lengths=torch.full((2 * batch,), 3)),)
+
+
+class ComputesWeights(Refused):
     def __init__(self) -> None:
         super().__init__()
         self.bags = bags(["a", "b"], [8, 8], is_weighted=True)
 
-    @staticmethod
-    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
-        return (ids(["a", "b"], batch, seed, weighted=True),)
-
-
-class WeightedIds(Refused):
-    @staticmethod
-    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
-        return Weighted.request(batch, seed)
-
-
-class Sequence(Refused):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequence = EmbeddingCollection(
-            [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=ROWS, feature_names=["a"])]
+    def forward(self, features: Any) -> Tensor:
+        weights = torch.arange(len(features.values())).float()
+        return super().forward(
+            KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
         )
 
 
-class PositionWeighted(Refused):
+class NotCalled(Refused):
     def __init__(self) -> None:
         super().__init__()
-        from torchrec.modules.feature_processor_ import PositionWeightedModule
+        self.spare = bags(["a"], [8], "s_")
+
+
+class LongestRow(Refused):
+    def forward(self, features: Any) -> Tensor:
+        longest = int(features["a"].lengths().max())
+        return super().forward(features) + features["a"].to_padded_dense(longest).sum()
+
+
+class Fails(Refused):
+    def forward(self, features: Any) -> Tensor:
+        raise RuntimeError("no such thing")
+
+
+class VariableStride(Refused):
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        features = KeyedJaggedTensor(
+            ["a", "b"],
+            torch.arange(5),
+            lengths=torch.ones(5).long(),
+            stride_per_key_per_rank=[[2], [3]],
+        )
+        return (features,)
+
+
+class OtherBatch(Refused):
+    def forward(self, features: Any, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(features) + table.sum()
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return ids(["a", "b"], batch, seed), torch.ones(3)
+
+
+class Opaque(OtherBatch):
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        return ids(["a", "b"], batch, seed), object()
+
+
+class EqualIds(Refused):
+    def forward(self, features: Any) -> Tensor:
+        renamed = KeyedJaggedTensor(["b", "a"], features.values(), lengths=features.lengths())
+        return super().forward(renamed)
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        lengths, values = torch.ones(2 * batch).long(), torch.arange(batch).repeat(2)
+        return (KeyedJaggedTensor(["x", "y"], values, lengths=lengths),)
+
+
+class OtherProcessor(Refused):
+    def __init__(self) -> None:
+        from torchrec.modules.feature_processor_ import FeatureProcessor
         from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-        self.processed = FeatureProcessedEmbeddingBagCollection(
-            bags(["a", "b"], [8, 8], is_weighted=True),
-            {f: PositionWeightedModule(max_feature_length=10) for f in ("a", "b")},
-        )
+        class Doubles(FeatureProcessor):
+            def forward(self, features: Any) -> Any:
+                two = torch.full((len(features.values()),), 2.0)
+                return JaggedTensor(features.values(), two, features.lengths())
 
-
-class ManagedCollision(Refused):
-    def __init__(self) -> None:
         super().__init__()
+        self.bags = FeatureProcessedEmbeddingBagCollection(
+            bags(["a", "b"], [8, 8], is_weighted=True), {f: Doubles() for f in ("a", "b")}
+        )
+
+
+class Collides(Refused):
+    """Managed collision, with `module` in place of the one that can be described."""
+
+    def __init__(self, make: Any, **options: Any) -> None:
         from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-        from torchrec.modules.mc_modules import (
-            DistanceLFU_EvictionPolicy,
-            ManagedCollisionCollection,
-            MCHManagedCollisionModule,
-        )
+        from torchrec.modules.mc_modules import ManagedCollisionCollection
 
+        super().__init__()
         inner = bags(["a", "b"], [8, 8])
-        modules = {
-            c.name: MCHManagedCollisionModule(
-                zch_size=c.num_embeddings,
-                device=torch.device("cpu"),
-                eviction_interval=2,
-                eviction_policy=DistanceLFU_EvictionPolicy(),
-            )
-            for c in inner.embedding_bag_configs()
-        }
-        self.managed = ManagedCollisionEmbeddingBagCollection(
-            inner, ManagedCollisionCollection(modules, inner.embedding_bag_configs())
+        configs = inner.embedding_bag_configs()
+        self.bags = ManagedCollisionEmbeddingBagCollection(
+            inner,
+            ManagedCollisionCollection({c.name: make(c.num_embeddings) for c in configs}, configs),
+            **options,
         )
 
-
-class IntegerArgument(Refused):
-    def forward(self, features: Any, clicks: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(features) + clicks[:, None]
-
-    @staticmethod
-    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
-        return ids(["a", "b"], batch, seed), torch.arange(batch)
+    def forward(self, features: Any) -> Tensor:
+        return self.head(self.bags(features)[0].values())
 
 
-class SameFeatureTwice(Refused):
-    def forward(self, features: Any, more: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(features) + super().forward(more)
+def sorted_collision(rows: int, **options: Any) -> Any:
+    from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, MCHManagedCollisionModule
 
-    @staticmethod
-    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
-        return ids(["a", "b"], batch, seed), ids(["a", "b"], batch, seed + 1)
+    return MCHManagedCollisionModule(
+        zch_size=rows,
+        device=torch.device("cpu"),
+        eviction_interval=1,
+        eviction_policy=DistanceLFU_EvictionPolicy(),
+        **options,
+    )
+
+
+def probing_collision(rows: int) -> Any:
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # of torch.jit and tensor copies, inside TorchRec
+        from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+        return HashZchManagedCollisionModule(
+            zch_size=rows, device=torch.device("cpu"), total_num_buckets=1
+        )

@@ -3,6 +3,7 @@
 import io
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from ckpt.digest import check_digest
 from ckpt.errors import BadInputError
+from ckpt.idmaps import EMPTY_SLOT
 from ckpt.storage import MemoryStorage, open_storage
 from ckpt.tree import flatten
 from ckpt.trust import TrustList
 from tests.trainer import served_models as models
+from tests.trainer import served_zoo as zoo
 from tests.trainer.launch import read_state, torchrun
-from tests.trainer.served import read_description, serve
+from tests.trainer.served import read_description, request_of, serve
 from tests.trainer.sharded import shard
 from trainer.description import ServedModel, export_description
 
@@ -50,29 +53,6 @@ def outputs(model: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
         if isinstance(out, Tensor)
         else [*out]
     )
-
-
-ARGUMENTS = {
-    models.Ranker: ["dense", "features"],
-    models.TwoTower: ["query", "items"],
-    models.MultiTask: ["dense", "unused", "features"],
-}
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_stored_program_equals_the_model(kind: Any, trust: TrustList) -> None:
-    torch.manual_seed(3)
-    model, storage = kind(), MemoryStorage()
-    description = read_description(storage, describe(model, storage, trust))
-    assert description.export_max_abs_err < 1e-6
-    for parameter in model.parameters():  # the next checkpoint's weights, not those of the export
-        nn.init.normal_(parameter, std=0.3)
-    model.eval()
-    for batch in (1, 2, 7, 64):
-        args = kind.request(batch, seed=batch)
-        got = serve(storage, description, keys_of(model), ARGUMENTS[kind], args)
-        for a, b in zip(got.values(), outputs(model, args), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_names_and_shapes(trust: TrustList) -> None:
@@ -151,35 +131,53 @@ def test_leaves_the_model_as_it_was(trust: TrustList) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("make", "message"),
     [
-        (models.Rewrites, "bags: feature 'a' isn't looked up with the ids of the request"),
-        (models.ReadsLengths, "features a, b: the model reads their ids or lengths outside"),
-        (models.Branches, "can't be exported .*no control flow"),
-        (models.FixedBatch, "can't be exported .*any batch size"),
+        (
+            models.Rewrites,
+            "bags: feature 'a' isn't looked up with the ids of the request: the model rew",
+        ),
+        (models.Branches, r"at served_models.py:\d+ in forward \(.*no control flow"),
+        (models.LongestRow, r"at served_models.py:\d+ in forward \(.*no control flow"),
+        (
+            models.FixedBatch,
+            r"can't be exported \(it takes batch to be 16, always\).*any batch size",
+        ),
+        (models.ThreeIds, r"takes ids:a to be 3 ?\* ?batch, always"),
         (models.Random, "output output: the exported program is .* away from the model"),
         (models.NoCollection, "NoCollection has no EmbeddingBagCollection"),
-        (models.Weighted, "argument features: weighted ids"),
-        (models.WeightedIds, "argument features: weighted ids"),
-        (models.Sequence, r"sequence \(EmbeddingCollection\): a sequence collection"),
-        (models.PositionWeighted, r"processed \(FeatureProcessed\w+\): per-position weights"),
-        (models.ManagedCollision, r"managed \(ManagedCollision\w+\): managed collision"),
-        (models.IntegerArgument, r"argument clicks is a torch\.int64 tensor"),
-        (models.SameFeatureTwice, "feature 'a' is in two arguments"),
+        (models.NotCalled, "spare is never called on the golden request"),
+        (models.ComputesWeights, "bags: the weights of feature 'a' aren't those of the request"),
+        (models.OtherProcessor, "bags: feature 'a' is processed by Doubles; only PositionWeighted"),
+        (models.EqualIds, "bags: feature 'a' has the ids of x and of y in the golden"),
+        (
+            models.Fails,
+            r"fails on the golden request, at served_models.py:\d+ in forward \(RuntimeError",
+        ),
+        (models.VariableStride, "argument features: its features have batch sizes of their own"),
+        (models.OtherBatch, "batch sizes differ: features 16, table 3"),
+        (models.Opaque, "argument table is a object; .*register its class"),
+        (
+            lambda: models.Collides(models.probing_collision),
+            "bags.t_a: managed collision by HashZchManagedCollisionModule",
+        ),
+        (
+            lambda: models.Collides(partial(models.sorted_collision, input_hash_func=hash)),
+            "bags.t_a: its ids are hashed by an input_hash_func",
+        ),
+        (
+            lambda: models.Collides(models.sorted_collision, return_remapped_features=True),
+            r"bags \(ManagedCollision\w+\): it returns the remapped ids",
+        ),
     ],
+    ids=lambda v: v.__name__ if isinstance(v, type) else None,
 )
-def test_refuses_by_name(kind: Any, message: str, trust: TrustList) -> None:
+def test_refuses_by_name(make: Any, message: str, trust: TrustList) -> None:
     storage = MemoryStorage()
     with pytest.raises(BadInputError, match=message):
-        describe(kind(), storage, trust)
+        describe(make(), storage, trust)
     assert list(storage.list()) == []
     assert trust.sums() == frozenset()
-
-
-def test_refuses_a_weighted_collection_by_name(trust: TrustList) -> None:
-    model = models.Weighted()
-    with pytest.raises(BadInputError, match=r"bags \(EmbeddingBagCollection\): weighted ids"):
-        describe(model, MemoryStorage(), trust, models.Refused.request(4))
 
 
 def test_refuses_a_wrong_prefix(trust: TrustList) -> None:
@@ -200,17 +198,19 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_describes_a_sharded_model_at_world_1(trust: TrustList) -> None:
     torch.manual_seed(5)
-    sharded = shard(models.TwoTower("meta"), world_size=1)
-    storage = MemoryStorage()
-    served = ServedModel("m", sharded, models.TwoTower.request(16), "model.", keys_of(sharded))
+    sharded, storage = shard(zoo.Everything("meta"), world_size=1), MemoryStorage()
+    zoo.fill(sharded)
+    served = ServedModel("m", sharded, zoo.Everything.request(16), "model.", keys_of(sharded))
     description = read_description(storage, export_description(served, storage, trust))
+    assert description.export_max_abs_err < 1e-6
     whole = {
         fqn: leaf.shards[0].tensor for fqn, leaf in flatten({"model": sharded}, 0).leaves.items()
     }
     sharded.eval()
     for batch in (1, 5):
-        args = models.TwoTower.request(batch, seed=9)
-        got = serve(storage, description, whole, ARGUMENTS[models.TwoTower], args)
+        args = zoo.Everything.request(batch, seed=9)
+        named = dict(zip(("weighted", "plain"), args, strict=True))
+        got = serve(storage, description, whole, request_of(description, named))
         for a, b in zip(got.values(), outputs(sharded, args), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -228,18 +228,26 @@ def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
     """Tables split by rows, by columns, on one rank and replicated, all in one collection."""
     ended = torchrun("tests.trainer.describe_worker", tmp_path, ranks=2, restarts=0)
     assert ended.returncode == 0, ended.stderr
-    for kind in (models.Ranker, models.TwoTower):
+    for kind, names in {
+        models.TwoTower: ("query", "items"),
+        zoo.Everything: ("weighted", "plain"),
+    }.items():
         folder = tmp_path / kind.__name__
         storage = open_storage(folder)
         description = read_description(storage, (folder / "id").read_text())
         assert description.export_max_abs_err < 1e-6
-        got = serve(
-            storage, description, read_state(folder / "state"), ARGUMENTS[kind], kind.request(7, 3)
-        )
+        arguments = dict(zip(names, kind.request(7, 3), strict=True))
+        request = request_of(description, arguments)
+        got = serve(storage, description, read_state(folder / "state"), request)
         expected = safetensors.torch.load_file(folder / "answer.safetensors")
         assert set(got) == set(expected)
         for name, tensor in got.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+        if kind is zoo.Everything:
+            assert [len(c.unknown_rows) for c in description.collisions] == [2, 2, 2]
+            for c in description.collisions:
+                raw = read_state(folder / "state")[c.raw_ids_fqn]
+                assert all((part < EMPTY_SLOT).any() for part in raw.chunk(2)), c.name
     messages = [(tmp_path / f"refused-{rank}").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1]
     assert "can't be exported" in messages[0]

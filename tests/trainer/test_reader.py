@@ -76,3 +76,17 @@ def test_takes_its_part_from_the_process_group(monkeypatch: pytest.MonkeyPatch) 
 def test_refuses_a_rank_outside_of_the_world() -> None:
     with pytest.raises(BadInputError, match=r"rank 2 is outside \[0, 2\)"):
         BatchReader(8, 4, lambda index: index, rank=2, world_size=2)
+
+
+def test_event_time_is_the_newest_of_all_batches_before_a_position() -> None:
+    times = torch.tensor([5, 3, 9, 1, 2, 4, 99])  # the last sample fills no batch
+    r = BatchReader(7, 2, lambda index: index, rank=1, world_size=2, event_times_s=times)
+    assert [r.event_time_s(p) for p in range(5)] == [None, 5.0, 9.0, 9.0, 9.0]
+    assert reader().event_time_s(3) is None
+
+
+def test_each_sample_needs_an_event_time() -> None:
+    with pytest.raises(
+        BadInputError, match=r"event_times_s: \(3,\); give one for each of 4 samples"
+    ):
+        BatchReader(4, 2, lambda index: index, event_times_s=torch.ones(3))

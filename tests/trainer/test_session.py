@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ckpt import CheckpointConfig
+from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, SaveError, StorageError
 from ckpt.layout import ledger_key
+from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, MemoryStorage
 from ckpt.types import Buffer, ObjectInfo
 from tests.trainer.fake_clock import FakeClock
@@ -315,3 +317,16 @@ def test_takes_any_reader(tmp_path: Path) -> None:
     assert got == list(range(1, 11))
     with Session(str(tmp_path), {"a": torch.ones(2)}, Ten()) as session:
         assert list(session.batches()) == []
+
+
+def test_commits_carry_the_event_time_of_what_was_trained(tmp_path: Path) -> None:
+    loop = Loop()
+    times = 1.7e9 + torch.arange(len(X)).double() / 4
+    loop.reader = BatchReader(len(X), 10, lambda index: X[index], event_times_s=times)
+    session = loop.session(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_pipelined(session, 5, tell=True)  # two batches more are handed out than trained on
+    latest = Catalog(LocalStorage(tmp_path)).latest()
+    assert latest is not None
+    assert latest.record is not None
+    assert latest.record.annotations == {EVENT_TIME: "1700000012.250000"}  # sample 49's

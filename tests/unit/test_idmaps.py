@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import BadInputError
-from ckpt.idmaps import EMPTY_SLOT, KnownIds, collided, hashed
+from ckpt.idmaps import EMPTY_SLOT, IdMap, KnownIds, Vocabulary, collided, hashed
 from ckpt.schema import HashedIds
 
 RAW = st.integers(-(2**63), 2**63 - 2)
@@ -58,6 +58,23 @@ def test_an_id_with_two_rows_is_refused() -> None:
 
 def test_collisions_share_the_row_of_their_block() -> None:
     known = KnownIds.of(ids(EMPTY_SLOT, 30, 4, EMPTY_SLOT), ids(1, 9, 0, 5), "mc")
-    got = collided(ids(4, 30, 5, 14, 29, 99), known, 10, (8, 17, 26))
-    assert got.tolist() == [0, 9, 8, 17, 26, 26]
+    got = collided(ids(4, 30, 5, 14, 29), known, 10, (8, 17, 26))
+    assert got.tolist() == [0, 9, 8, 17, 26]
+    beyond = collided(ids(30 * 2**40 + 1, -1), KnownIds.of(ids(), ids(), "mc"), 10, (8, 17, 26))
+    assert beyond.tolist() == [17, [8, 17, 26][(2**64 - 1) % 3]]
     assert collided(ids(4, 5), known, 0, (3,)).tolist() == [0, 3]
+
+
+def test_a_map_applies_as_serving_does() -> None:
+    vocabulary = Vocabulary(ids(70, 10), ids(2, 5))
+    assert IdMap(vocabulary).apply(ids(10, 11, 70)).tolist() == [5, -1, 2]
+    assert IdMap(vocabulary, "row", 0).apply(ids(10, 11, 70)).tolist() == [5, 0, 2]
+    spec = HashedIds(3, 10)
+    assert IdMap(spec).apply(ids(10, 11)).tolist() == hashed(ids(10, 11), spec).tolist()
+
+
+def test_a_policy_and_its_row_go_together() -> None:
+    with pytest.raises(BadInputError, match="unknown = 'zero' with unknown_row = 3"):
+        IdMap(HashedIds(0, 5), "zero", 3)
+    with pytest.raises(BadInputError, match="unknown = 'row' with unknown_row = None"):
+        IdMap(HashedIds(0, 5), "row")

@@ -7,16 +7,17 @@ every reference to it is caught, registered or not, and the live model stays unt
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ckpt.errors import BadInputError
+from trainer.description.embeddings import Embeddings, embeddings_of
 
 _WRAPPERS = ("DistributedModelParallel", "DMPCollection", "DistributedDataParallel")
 
@@ -25,103 +26,103 @@ _WRAPPERS = ("DistributedModelParallel", "DMPCollection", "DistributedDataParall
 class Call:
     """One call of one collection, as the probe saw it.
 
-    path: the collection in the model. index: which call of it. features: the ids it was given.
-    keys, dims: its output's columns in order, which under sharding is the plan's order.
-    output: float (batch, sum of dims).
+    index: which call of that collection. features: the ids it was given.
+    keys: its outputs in order, which under sharding is the plan's order.
+    pooled: its output, float (batch, sum of `dims`), if it pools; else
+    sequences: output -> JaggedTensor of (number of ids, dim).
+    tupled: it returned a pair (managed collision does).
     """
 
-    path: str
+    embeddings: Embeddings
     index: int
-    collection: nn.Module
     features: Any
     keys: tuple[str, ...]
     dims: tuple[int, ...]
-    output: Tensor
+    pooled: Tensor | None
+    sequences: Mapping[str, Any]
+    tupled: bool
 
     @property
     def name(self) -> str:
-        return self.path if self.index == 0 else f"{self.path}#{self.index}"
+        path = self.embeddings.path or "embeddings"
+        return path if self.index == 0 else f"{path}#{self.index}"
 
 
 @dataclass
 class Feed:
-    """How the stand-ins answer: by the real collection, recording; or, in a trace, by inputs."""
+    """How the stand-ins answer: by the real collection, recording; or, in a trace, by `answers`."""
 
     calls: list[Call] = field(default_factory=list)
-    inputs: dict[str, Tensor] | None = None
+    answers: Mapping[str, Any] | None = None
     _count: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, inputs: dict[str, Tensor] | None) -> None:
-        """Start one run of the shadow. `inputs`: call name -> lookup output; None probes."""
-        self.inputs, self._count = inputs, {}
-        if inputs is None:
+    def begin(self, answers: Mapping[str, Any] | None) -> None:
+        """Start one run of the shadow. `answers`: call name -> collection output; None probes."""
+        self.answers, self._count = answers, {}
+        if answers is None:
             self.calls = []
 
-    def answer(self, path: str, collection: nn.Module, features: Any) -> Any:
-        index = self._count.get(path, 0)
-        self._count[path] = index + 1
-        if self.inputs is None:
-            out = collection(features)
+    def answer(self, embeddings: Embeddings, features: Any, *args: Any, **kwargs: Any) -> Any:
+        index = self._count.get(embeddings.path, 0)
+        self._count[embeddings.path] = index + 1
+        if self.answers is None:
+            out = embeddings.module(_own_copy(embeddings, features), *args, **kwargs)
+            tupled = isinstance(out, tuple)
+            out = out[0] if tupled else out
             out = out.wait() if hasattr(out, "wait") else out
-            keys, dims = tuple(out.keys()), tuple(out.length_per_key())
-            self.calls.append(
-                Call(path, index, collection, features, keys, dims, out.values().detach())
-            )
-            return out
-        call = next(c for c in self.calls if (c.path, c.index) == (path, index))
-        return KeyedTensor(list(call.keys), list(call.dims), self.inputs[call.name])
+            self.calls.append(_call(embeddings, index, features, out, tupled=tupled))
+        else:
+            call = self._call(embeddings.path, index)
+            out, tupled = self.answers[call.name], call.tupled
+        return (out, None) if tupled else out
+
+    def _call(self, path: str, index: int) -> Call:
+        for call in self.calls:
+            if (call.embeddings.path, call.index) == (path, index):
+                return call
+        raise BadInputError(
+            f"{path} is called {index + 1} times while exporting, and was called {index} times on the "
+            f"golden request: how often must not depend on data"
+        )
+
+
+def _call(embeddings: Embeddings, index: int, features: Any, out: Any, *, tupled: bool) -> Call:
+    keys = tuple(out.keys())
+    if embeddings.pooled:
+        dims, pooled, sequences = tuple(out.length_per_key()), out.values().detach(), {}
+    else:
+        dims, pooled, sequences = tuple(j.values().shape[1] for j in out.values()), None, dict(out)
+    return Call(embeddings, index, features, keys, dims, pooled, sequences, tupled)
+
+
+def _own_copy(embeddings: Embeddings, features: Any) -> Any:
+    """What a collection may change: sharded feature processors write positions into the weights."""
+    if features.variable_stride_per_key():
+        raise BadInputError(f"{embeddings.path}: its features have batch sizes of their own")
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=list(features.keys()),
+        values=features.values(),
+        lengths=features.lengths(),
+        weights=None if weights is None else weights.clone(),
+        stride=features.stride(),
+    )
 
 
 class StandIn(nn.Module):
     """Takes a collection's place in the shadow."""
 
-    def __init__(self, path: str, collection: nn.Module, feed: Feed) -> None:
+    def __init__(self, embeddings: Embeddings, feed: Feed) -> None:
         super().__init__()
         # Past nn.Module's registration: the tables must not become part of the shadow.
-        self.__dict__["_parts"] = (path, collection, feed)
+        self.__dict__["_parts"] = (embeddings, feed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         return self
 
-    def forward(self, features: Any) -> Any:
-        path, collection, feed = self.__dict__["_parts"]
-        return feed.answer(path, collection, features)
-
-
-class RequestIds(KeyedJaggedTensor):
-    """The sparse argument while tracing. It may be split, permuted and looked up, nothing else.
-
-    Ids that the dense part reads would have to be inputs of the program, and the schema has
-    none of that kind. So whatever asks for them meets `__getattr__`, as they aren't here.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> RequestIds:
-        return object.__new__(cls)
-
-    def __init__(self, keys: list[str], stride: Any) -> None:
-        self._keys = keys
-        self._stride = stride
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise BadInputError(
-            f"features {', '.join(self.__dict__.get('_keys', ()))}: the model reads their ids or "
-            f"lengths outside of an embedding collection, which a serving description can't say yet"
-        )
-
-    def stride(self) -> Any:
-        return self._stride
-
-    def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> RequestIds:
-        return RequestIds([self._keys[i] for i in indices], self._stride)
-
-    def split(self, segments: list[int]) -> list[RequestIds]:
-        out, at = [], 0
-        for n in segments:
-            out.append(RequestIds(self._keys[at : at + n], self._stride))
-            at += n
-        return out
+    def forward(self, features: Any, *args: Any, **kwargs: Any) -> Any:
+        embeddings, feed = self.__dict__["_parts"]
+        return feed.answer(embeddings, features, *args, **kwargs)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -131,27 +132,40 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
-def shadow_of(model: nn.Module, feed: Feed) -> nn.Module:
-    """The copy, in eval mode, on the model's own device.
+def shadow_of(model: nn.Module, feed: Feed) -> tuple[nn.Module, list[Embeddings]]:
+    """The copy, in eval mode, on the model's own device; and the collections replaced in it.
 
     BadInputError naming a collection of a kind that can't be described, or the lack of any.
     """
     memo: dict[int, Any] = {}
-    paths: list[str] = []
+    found: list[Embeddings] = []
     for path, module in model.named_modules():
-        if not any(path.startswith(f"{p}.") for p in paths) and _is_collection(path, module):
-            paths.append(path)
-            memo[id(module)] = StandIn(path, module, feed)
-    if not paths:
+        if any(path.startswith(f"{e.path}.") for e in found):
+            continue
+        embeddings = embeddings_of(path, module)
+        if embeddings is not None:
+            found.append(embeddings)
+            memo[id(module)] = StandIn(embeddings, feed)
+    if not found:
         raise BadInputError(
-            f"{type(model).__name__} has no EmbeddingBagCollection; there is nothing to look up"
+            f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection; there is "
+            f"nothing to look up"
         )
     for module in model.modules():
         for value in list(module.__dict__.values()):
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors with history
     copied: nn.Module = copy.deepcopy(model, memo)
-    return copied.eval()
+    return copied.eval(), found
+
+
+def to_host(shadow: nn.Module) -> nn.Module:
+    """The shadow on the CPU, tensors that aren't registered in it included."""
+    for module in shadow.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                module.__dict__[name] = value.cpu()
+    return shadow.cpu()
 
 
 @contextmanager
@@ -165,25 +179,3 @@ def in_eval(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in was.items():
             module.training = training
-
-
-def _is_collection(path: str, module: nn.Module) -> bool:
-    """Is this a describable embedding collection? Raises for one of another kind."""
-    kind = type(module).__name__
-    other = None
-    if "ManagedCollision" in kind and hasattr(module, "_embedding_module"):
-        other = "managed collision, whose id map isn't exported"
-    elif "FeatureProcessed" in kind:
-        other = "per-position weights"
-    elif hasattr(module, "_embedding_configs") and hasattr(module, "_need_indices"):
-        other = "a sequence collection, whose output isn't pooled"
-    elif hasattr(module, "_embedding_bag_configs"):
-        if not getattr(module, "_is_weighted", False):
-            return True
-        other = "weighted ids"
-    if other:
-        raise BadInputError(
-            f"{path or 'the model'} ({kind}): {other}; a serving description holds unweighted "
-            f"EmbeddingBagCollections only"
-        )
-    return False
