@@ -31,7 +31,7 @@ class BatchReader(Generic[B]):
         event_times_s: when each sample happened, Unix seconds, (count,), for `event_time_s`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first three have defaults and are keyword-only
         self,
         count: int,
         batch_size: int,

@@ -14,7 +14,7 @@ from ckpt.errors import BadInputError  # noqa: E402
 from ckpt.storage import open_storage  # noqa: E402
 from ckpt.trust import TrustList  # noqa: E402
 from tests.trainer import served_models as models  # noqa: E402
-from tests.trainer import served_zoo as zoo  # noqa: E402
+from tests.trainer.served_everything import Everything, fill  # noqa: E402
 from tests.trainer.sharded import shard  # noqa: E402
 from trainer.description import ServedModel, export_description  # noqa: E402
 from trainer.launch import joined  # noqa: E402
@@ -23,11 +23,11 @@ from trainer.proof import write_state  # noqa: E402
 
 def main(out: Path) -> None:
     with joined("cpu") as place:
-        for kind in (models.TwoTower, zoo.Everything):
+        for kind in (models.TwoTower, Everything):
             torch.manual_seed(4)
             model = shard(kind("meta"), place.world_size)
-            if kind is zoo.Everything:
-                zoo.fill(model)
+            if kind is Everything:
+                fill(model)
             folder = out / kind.__name__
             served = ServedModel(
                 name=kind.__name__,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ckpt.catalog import Catalog
 from ckpt.command import run_command
 from ckpt.layout import ledger_key
+from ckpt.schema import EVENT_TIME
 from ckpt.storage import open_storage
 from tests.trainer.fake_clock import FakeClock
 from tests.trainer.launch import ROOT, read_state
@@ -21,7 +21,7 @@ from tests.trainer.served import read_description, serve
 from trainer.cli import cli
 from trainer.launch import lost_a_peer
 from trainer.ledger import Ledger
-from trainer.movielens import FEATURES
+from trainer.movielens import load_movielens
 
 EXAMPLE = ROOT / "trainer" / "configs" / "movielens.toml"
 
@@ -137,6 +137,8 @@ def test_train_ends_where_it_should(killed_and_resumed: Path) -> None:
     assert latest.record is not None
     assert latest.ref.step == 22
     assert latest.record.annotations["serving_description"] == result["serving_description"]
+    trained = load_movielens().train.event_times_s[: 22 * 4096]
+    assert float(latest.record.annotations[EVENT_TIME]) == int(trained.max())
 
 
 @pytest.mark.crash
@@ -147,18 +149,7 @@ def test_the_stored_description_serves_the_last_state(killed_and_resumed: Path) 
     description = read_description(storage, result["serving_description"])
     with safe_open(killed_and_resumed / "proof" / "predictions.safetensors", "pt") as file:
         request = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - not a mapping
-    features = KeyedJaggedTensor(
-        keys=list(FEATURES),
-        values=torch.cat([request[f"{f}.values"] for f in FEATURES]),
-        lengths=torch.cat([request[f"{f}.lengths"] for f in FEATURES]),
-    )
-    got = serve(
-        storage,
-        description,
-        read_state(killed_and_resumed / "proof"),
-        ["dense", "features"],
-        (request["dense"], features),
-    )
+    got = serve(storage, description, read_state(killed_and_resumed / "proof"), request)
     torch.testing.assert_close(got["probability"], request["probability"], rtol=1e-5, atol=1e-6)
     descriptions = {o.key.split("/")[2] for o in storage.list("serving/descriptions/")}
     assert descriptions == {result["serving_description"]}  # the restart made no second one

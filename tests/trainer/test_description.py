@@ -20,9 +20,9 @@ from ckpt.storage import MemoryStorage, open_storage
 from ckpt.tree import flatten
 from ckpt.trust import TrustList
 from tests.trainer import served_models as models
-from tests.trainer import served_zoo as zoo
 from tests.trainer.launch import read_state, torchrun
 from tests.trainer.served import read_description, request_of, serve
+from tests.trainer.served_everything import Everything, fill
 from tests.trainer.sharded import shard
 from trainer.description import ServedModel, export_description
 
@@ -198,9 +198,9 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_describes_a_sharded_model_at_world_1(trust: TrustList) -> None:
     torch.manual_seed(5)
-    sharded, storage = shard(zoo.Everything("meta"), world_size=1), MemoryStorage()
-    zoo.fill(sharded)
-    served = ServedModel("m", sharded, zoo.Everything.request(16), "model.", keys_of(sharded))
+    sharded, storage = shard(Everything("meta"), world_size=1), MemoryStorage()
+    fill(sharded)
+    served = ServedModel("m", sharded, Everything.request(16), "model.", keys_of(sharded))
     description = read_description(storage, export_description(served, storage, trust))
     assert description.export_max_abs_err < 1e-6
     whole = {
@@ -208,7 +208,7 @@ def test_describes_a_sharded_model_at_world_1(trust: TrustList) -> None:
     }
     sharded.eval()
     for batch in (1, 5):
-        args = zoo.Everything.request(batch, seed=9)
+        args = Everything.request(batch, seed=9)
         named = dict(zip(("weighted", "plain"), args, strict=True))
         got = serve(storage, description, whole, request_of(description, named))
         for a, b in zip(got.values(), outputs(sharded, args), strict=True):
@@ -230,7 +230,7 @@ def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     for kind, names in {
         models.TwoTower: ("query", "items"),
-        zoo.Everything: ("weighted", "plain"),
+        Everything: ("weighted", "plain"),
     }.items():
         folder = tmp_path / kind.__name__
         storage = open_storage(folder)
@@ -243,7 +243,7 @@ def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
         assert set(got) == set(expected)
         for name, tensor in got.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
-        if kind is zoo.Everything:
+        if kind is Everything:
             assert [len(c.unknown_rows) for c in description.collisions] == [2, 2, 2]
             for c in description.collisions:
                 raw = read_state(folder / "state")[c.raw_ids_fqn]

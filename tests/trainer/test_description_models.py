@@ -13,6 +13,7 @@ from ckpt.storage import MemoryStorage
 from ckpt.trust import TrustList
 from tests.trainer import served_zoo as zoo
 from tests.trainer.served import read_description, request_of, serve
+from tests.trainer.served_everything import train
 from trainer.description import ServedModel, export_description
 
 
@@ -24,7 +25,7 @@ class Exported:
         self.model, self.storage = kind(), MemoryStorage()
         self.names = list(inspect.signature(self.model.forward).parameters)
         if kind is zoo.Everything:
-            zoo.train(self.model)
+            train(self.model)
         served = ServedModel("m", self.model, kind.request(16), "model.", self.checkpoint)
         trust = TrustList(folder / "trusted")
         self.description = read_description(
