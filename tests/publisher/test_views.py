@@ -33,7 +33,7 @@ from ckpt.schema import (
     VocabularyIds,
     encode_description,
 )
-from ckpt.storage import LocalStorage, MemoryStorage
+from ckpt.storage import LocalStorage, Storage
 from ckpt.trust import TrustList
 from ckpt.types import FileEntry
 from publisher import cli, keys
@@ -55,7 +55,7 @@ from publisher.views.interface import interface_of
 from publisher.views.mapping import view_inputs
 from publisher.views.place import new_folder
 from tests.publisher import tiny
-from tests.publisher.conftest import make_bench
+from tests.publisher.conftest import Bench, make_bench
 from tests.publisher.tiny import flip_byte, random_tensors
 
 Run = Callable[..., tuple[int, str, str]]
@@ -142,56 +142,63 @@ def test_a_triton_repository_answers_as_the_version_does(
     refused(run("export", root, out, "--format", "triton", "--force"), 4, "another repository")
 
 
-def test_an_onnx_file_answers_as_the_version_does(
-    root: Path, trust: TrustList, run: Run, tmp_path: Path
+def test_an_onnx_file_serves_each_format_pooling_weight_and_map(
+    trust: TrustList, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SIDESTAGE_TRUST_FILE", str(trust.path))
+    made = make_version(LocalStorage(tmp_path / "root"), trust)
     out = tmp_path / "view"
     out.mkdir()
     (out / "model.onnx").write_text("an older view")
-    refused(run("export", root, out, "--format", "onnx"), 4, "--force")
-    code, said, err = run("export", root, out, "--format", "onnx", "--version", "1", "--force")
+    command = ("export", tmp_path / "root", out, "--format", "onnx", "--version", "1")
+    refused(run(*command), 4, "--force")
+    code, said, err = run(*command, "--force")
     assert (code, err) == (0, ""), err
     size = (out / "model.onnx").stat().st_size
     assert said.splitlines()[0] == f"{out / 'model.onnx'}  {size:,} bytes"
     assert "max abs error" in said.splitlines()[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["root", "trusted-code", "view"]
 
-    predictor = Predictor(root, trust=trust)
-    for request in REQUESTS:
-        want = predictor.predict(request).outputs
-        for name, tensor in run_onnx(out / "model.onnx", request).items():
-            torch.testing.assert_close(tensor, want[name], atol=1e-5, rtol=1e-5)
-
-
-def test_each_format_pooling_weight_and_map(trust: TrustList, tmp_path: Path) -> None:
-    made = make_version(trust)
-    source = ViewSource(made.registry, made.manifest, trust)
-    names = [i.name for i in source.interface.inputs]
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"))
+    names = [i.name for i in session.get_inputs()]
     assert names == [
         *("dense", "user.values", "user.lengths", "user.weights", "genre.rows", "genre.lengths"),
         *("item.rows", "item.lengths", "place.values", "place.lengths"),
     ]
-    view = export_onnx(source, tmp_path / "view", force=False)
-    assert view.max_abs_err is not None
-    assert view.max_abs_err < 1e-5
+    interface = interface_of(made.description)
     for request in (rich_request(1), rich_request(2), rich_request(5), rich_request(1, empty=True)):
-        inputs = view_inputs(made.description, source.interface, ID_MAPS, request)
-        got = run_onnx(tmp_path / "view" / "model.onnx", dict(zip(names, inputs, strict=True)))
-        for name, want in made.answer(request).items():
-            torch.testing.assert_close(got[name], want, atol=1e-5, rtol=1e-5)
+        inputs = view_inputs(made.description, interface, ID_MAPS, request)
+        arrays = session.run(None, {n: t.numpy() for n, t in zip(names, inputs, strict=True)})
+        for array, (name, want) in zip(arrays, made.answer(request).items(), strict=True):
+            torch.testing.assert_close(
+                torch.from_numpy(array),
+                want,
+                atol=1e-5,
+                rtol=1e-5,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
-def test_a_view_that_fails_its_check_is_not_left(trust: TrustList, tmp_path: Path) -> None:
-    made = make_version(trust, allowed=1e-9, off_by=1e-3)
-    with pytest.raises(GateError, match="onnx view of version 1 is 0.001"):
-        export_onnx(ViewSource(made.registry, made.manifest, trust), tmp_path / "v", force=False)
+def test_a_view_that_fails_its_check_is_not_left(bench: Bench, tmp_path: Path) -> None:
+    bench.run.commit(1, random_tensors())
+    bench.publish(1)
+    manifest, trust = bench.registry.version(1), bench.run.trust
 
-    flip_byte(made.registry.storage, made.registry.key(1, "tables-00001.bin"), 5)
-    with pytest.raises(CorruptError, match="tables-00001.bin: digest"):
-        export_onnx(ViewSource(made.registry, made.manifest, trust), tmp_path / "v", force=False)
-    untrusted = ViewSource(made.registry, made.manifest, TrustList(tmp_path / "none"))
+    def export(manifest: VersionManifest, trust: TrustList = trust) -> None:
+        export_onnx(ViewSource(bench.registry, manifest, trust), tmp_path / "v", force=False)
+
+    parity = next(g for g in manifest.gates if g.name == "golden_parity")
+    strict = replace(manifest, gates=(replace(parity, threshold=1e-9),))
+    with pytest.raises(GateError, match="the onnx view of version 1 is 0.00"):
+        export(strict)
+    with pytest.raises(BadInputError, match="says nothing of golden parity"):
+        export(replace(manifest, gates=()))
     with pytest.raises(BadInputError, match="not trusted"):
-        export_onnx(untrusted, tmp_path / "v", force=False)
+        export(manifest, TrustList(tmp_path / "none"))
+    tables = manifest.tables[0].parts[0].file
+    flip_byte(bench.run.root, bench.registry.key(1, tables), 5)
+    with pytest.raises(CorruptError, match=f"{tables}: digest"):
+        export(manifest)
     assert [p.name for p in tmp_path.iterdir()] == ["trusted-code"]
 
 
@@ -356,19 +363,18 @@ def rich_request(batch: int, *, empty: bool = False) -> dict[str, torch.Tensor]:
     return out
 
 
-def make_version(trust: TrustList, *, allowed: float = 1e-4, off_by: float = 0.0) -> Made:
-    """Version 1 of a registry in memory. `off_by` makes its reference wrong."""
+def make_version(storage: Storage, trust: TrustList) -> Made:
+    """Version 1, its files written one by one."""
     torch.manual_seed(0)
     dense = RichDense().eval()
     program = export_rich(dense)
     trust.add(program)
-    registry = Registry(MemoryStorage())
+    registry = Registry(storage)
     described = rich_description(program)
     image, tables, values = make_tables()
     made = Made(registry, None, described, values, dense)  # type: ignore[arg-type]
     golden = rich_request(3)
-    reference = {n: t.clone() for n, t in made.answer(golden).items()}
-    reference["score"] += off_by
+    reference = {n: t.contiguous() for n, t in made.answer(golden).items()}
     weights = {f"over.{n}": t.detach() for n, t in dense.over.named_parameters()}
     contents = {
         keys.DESCRIPTION: encode_description(described),
@@ -397,7 +403,7 @@ def make_version(trust: TrustList, *, allowed: float = 1e-4, off_by: float = 0.0
         description_id="d1",
         files=tuple(FileEntry(n, len(d), digest_of(d)) for n, d in contents.items()),
         tables=tables,
-        gates=(GateResult("golden_parity", True, "", 0.0, allowed),),
+        gates=(GateResult("golden_parity", True, "", 0.0, 1e-4),),
         published_by="test",
         lease_epoch=1,
         started_at_s=1.0,
@@ -505,15 +511,7 @@ def export_rich(dense: RichDense) -> bytes:
     return out.getvalue()
 
 
-# -- readers ----------------------------------------------------------------------------------
-
-
-def run_onnx(file: Path, request: Request) -> dict[str, torch.Tensor]:
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-    outputs = session.run(None, {n: request[n].numpy() for n in names})
-    found = zip(session.get_outputs(), outputs, strict=True)
-    return {o.name: torch.from_numpy(value) for o, value in found}
+# -- a reader ----------------------------------------------------------------------------------
 
 
 def parse_config(text: str) -> dict[str, Any]:
