@@ -50,6 +50,7 @@ from publisher.records import (
     VersionManifest,
 )
 from publisher.registry import Registry
+from publisher.views import onnx
 from publisher.views.export import ViewSource, export_onnx
 from publisher.views.interface import interface_of
 from publisher.views.mapping import view_inputs
@@ -146,6 +147,7 @@ def test_an_onnx_file_serves_each_format_pooling_weight_and_map(
     trust: TrustList, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIDESTAGE_TRUST_FILE", str(trust.path))
+    monkeypatch.setattr(onnx, "INLINE_BYTES", 0)  # as if one message couldn't hold the weights
     made = make_version(LocalStorage(tmp_path / "root"), trust)
     out = tmp_path / "view"
     out.mkdir()
@@ -154,9 +156,12 @@ def test_an_onnx_file_serves_each_format_pooling_weight_and_map(
     refused(run(*command), 4, "--force")
     code, said, err = run(*command, "--force")
     assert (code, err) == (0, ""), err
-    size = (out / "model.onnx").stat().st_size
-    assert said.splitlines()[0] == f"{out / 'model.onnx'}  {size:,} bytes"
-    assert "max abs error" in said.splitlines()[1]
+    *files, last = said.splitlines()
+    assert files == [
+        f"{out / name}  {(out / name).stat().st_size:,} bytes"
+        for name in ("model.onnx", "model.onnx.data")
+    ]
+    assert "max abs error" in last
     assert sorted(p.name for p in tmp_path.iterdir()) == ["root", "trusted-code", "view"]
 
     session = onnxruntime.InferenceSession(str(out / "model.onnx"))
