@@ -1,10 +1,9 @@
 """A version as one nn.Module, from request tensors to outputs, in plain aten operators.
 
-Lookups gather rows, dequantise those alone, and pool them by a matrix product: (batch, ids) shares,
-which are 0 outside of a row's bag, times (ids, dim). So a pooled feature costs batch x ids x dim
-multiplications in place of ids x dim, and batch x ids floats: fine for the batches of online
-serving (64 rows of 20 ids and 64 columns: 5 million), wasteful for thousands of rows. In exchange each
-compiler and runtime knows every operator, and any number of ids is exact, none included.
+Lookups gather rows, dequantise those alone, and add each to its bag's sum. All is linear in ids, and
+made of operators that compilers and other runtimes know. A bag is found by cumulative sums, so that a
+request whose lengths don't sum to its ids reads and writes nothing beyond the tensors: nobody checks
+requests in front of a view.
 """
 
 from __future__ import annotations
@@ -80,12 +79,17 @@ class DensePart(nn.Module):
 
 @dataclass
 class _Bags:
-    """The bags of one feature in a request: ids (ids,), lengths (batch,), member (batch, ids) bool."""
+    """One feature's bags in a request: lengths is (batch,), all else (ids,).
+
+    bag, position: the row that an id belongs to, and its place there. inside: it belongs to one, as all
+        do in a request whose lengths sum to its ids; others must not be added beyond the batch.
+    """
 
     ids: Tensor
     lengths: Tensor
-    member: Tensor
+    bag: Tensor
     position: Tensor
+    inside: Tensor
 
 
 class ViewModule(nn.Module):
@@ -160,8 +164,9 @@ class ViewModule(nn.Module):
         """Which ids add something, and a row that exists for each id."""
         known = (bags.ids >= 0) & (bags.ids < f.rows)
         request = self._features[f.feature].feature
-        if request.unknown == "row" and request.unknown_row is not None:
-            return torch.ones_like(known), torch.where(known, bags.ids, request.unknown_row)
+        row = request.unknown_row if request.unknown == "row" else None
+        if row is not None and 0 <= row < f.rows:
+            return torch.ones_like(known), torch.where(known, bags.ids, row)
         return known, torch.where(known, bags.ids, 0)
 
     def _weights(self, f: FeatureSpec, given: Mapping[str, Tensor], bags: _Bags) -> Tensor | None:
@@ -181,19 +186,22 @@ class ViewModule(nn.Module):
 def _bags(view: ViewFeature, given: Mapping[str, Tensor]) -> _Bags:
     ids, lengths = given[view.ids], given[view.lengths]
     ends = lengths.cumsum(0)
-    starts = ends - lengths
-    at = torch.arange(ids.shape[0], device=ids.device)
-    member = (at >= starts[:, None]) & (at < ends[:, None])
-    position = at - torch.where(member, starts[:, None], 0).sum(0)
-    return _Bags(ids, lengths, member, position)
+    n = ids.shape[0]
+    at = torch.arange(n, device=ids.device)
+    # An id's row is the number of bags that ended before it: counted in one pass, whatever the batch.
+    ended = ids.new_zeros(n + 1).index_add(0, ends.clamp(0, n), torch.ones_like(ends))
+    bag = ended.cumsum(0)[:n]
+    inside = bag < lengths.shape[0]
+    bag = torch.where(inside, bag, 0)
+    return _Bags(ids, lengths, bag, at - (ends - lengths)[bag], inside)
 
 
 def _pool(
     f: FeatureSpec, bags: _Bags, known: Tensor, weights: Tensor | None, vectors: Tensor
 ) -> Tensor:
     """float32 (batch, dim); a mean divides by the full length."""
-    adds = bags.member & known
-    share = adds.float() if weights is None else torch.where(adds, weights, 0.0)
-    if f.pooling == "mean":
-        share = share / bags.lengths.clamp(min=1)[:, None]
-    return share @ vectors
+    adds = (bags.inside & known)[:, None]
+    vectors = torch.where(adds, vectors if weights is None else vectors * weights[:, None], 0.0)
+    zeros = vectors.new_zeros(bags.lengths.shape[0], f.dim)
+    pooled = zeros.index_add(0, bags.bag, vectors)
+    return pooled / bags.lengths.clamp(min=1)[:, None] if f.pooling == "mean" else pooled

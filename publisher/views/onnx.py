@@ -41,11 +41,12 @@ def write_model(
 
     BadInputError for operators that ONNX doesn't have.
     """
-    log = logging.getLogger("torch.onnx")
-    level = log.level
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    levels = [log.level for log in logs]
     try:
-        # torch tells of packages that aren't needed, and warns of its own use of itself.
-        log.setLevel(logging.ERROR)
+        # They tell of packages that aren't needed, and warn of their own use of themselves.
+        for log in logs:
+            log.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = torch.onnx.export(
@@ -63,7 +64,8 @@ def write_model(
             f"the view can't be translated to ONNX ({type(e).__name__}: {first.strip()})"
         ) from e
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
     assert made is not None, "dynamo=True gives a program"
     for node in made.model.graph:
         node.metadata_props.clear()  # stack traces with this host's paths

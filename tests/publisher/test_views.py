@@ -138,6 +138,13 @@ def test_a_triton_repository_answers_as_the_version_does(
         for name, tensor in zip(names[5:], got, strict=True):
             torch.testing.assert_close(tensor, want[name], atol=1e-5, rtol=1e-5)
 
+    # Nobody checks a request there: ids that no bag holds are as if they weren't there.
+    want = predictor.predict(tiny.request([[3], [4]], [[1], []])).outputs
+    broken = dict(tiny.request([[3], [4, 5, 6]], [[1], []]))
+    broken["user.lengths"] = torch.tensor([1, 1])
+    for name, tensor in zip(names[5:], package.run([broken[n] for n in names[:5]]), strict=True):
+        torch.testing.assert_close(tensor, want[name], atol=1e-5, rtol=1e-5)
+
     refused(run("export", root, out, "--format", "triton"), 4, "--force")
     (out / "tiny" / "config.pbtxt").write_text(text + "# tuned\n")
     refused(run("export", root, out, "--format", "triton", "--force"), 4, "another repository")
