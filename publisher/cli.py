@@ -18,6 +18,7 @@ from ckpt.command import entry
 from ckpt.errors import NotFoundError
 from ckpt.storage import Storage, open_storage
 from publisher.registry import Registry, open_registry
+from publisher.views.command import export
 
 if TYPE_CHECKING:
     from ckpt.types import EventSink
@@ -316,6 +317,7 @@ def _say(as_json: bool, body: dict[str, Any], text: str) -> None:
     click.echo(json.dumps(body) if as_json else text)
 
 
+cli.add_command(export)
 main = entry(cli)
 
 if __name__ == "__main__":
