@@ -16,7 +16,8 @@ from ckpt.trust import TrustList
 from publisher.build import VersionBuilder
 from publisher.loading import ProgramCache
 from publisher.parity import ParityCheck, parity_in_process
-from publisher.publish import Publisher, PublishPolicy
+from publisher.policy import Policy
+from publisher.publish import Publisher
 from publisher.registry import Registry
 from tests.publisher.tiny import TinyRun
 
@@ -42,7 +43,7 @@ class Bench:
     registry: Registry
     clock: FakeClock = field(default_factory=FakeClock)
     sink: ListSink = field(default_factory=ListSink)
-    policy: PublishPolicy = field(default_factory=PublishPolicy)
+    policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
         self.programs = ProgramCache(self.run.trust)

@@ -82,7 +82,14 @@ def test_once(local: Bench, run: Run) -> None:
     assert out == "step 1 was published before as version 1, which is live\n"
     local.run.commit(2, stamped_tensors(2))
     code, out, _ = run("once", root, "--json", "--who", "me@here", "--why", "hotfix")
-    assert json.loads(out) == {"version": 2, "epoch": 1, "step": 2, "built": True, "live": True}
+    assert json.loads(out) == {
+        "version": 2,
+        "epoch": 1,
+        "step": 2,
+        "built": True,
+        "live": True,
+        "canary": False,
+    }
     assert (local.registry.history()[-1].who, local.registry.history()[-1].why) == (
         "me@here",
         "hotfix",

@@ -78,6 +78,8 @@ def test_a_commit_becomes_a_live_version(any_storage: Storage, trust: TrustList)
         "names_and_shapes",
         "coverage",
         "finite",
+        "norm_drift",
+        "dequantisation",
         "golden_parity",
     }
     assert all(g.passed for g in manifest.gates)

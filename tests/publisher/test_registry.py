@@ -59,7 +59,7 @@ def make_version(registry: Registry, of: Source) -> VersionManifest:
 
 
 def go_live(registry: Registry, of: Source) -> Move | None:
-    return registry.promote(make_version(registry, of), WHY)
+    return registry.release(make_version(registry, of), WHY)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_d53_an_older_commit_never_goes_live_by_itself(registry: Registry) -> No
 def test_d53_rollback_stays_until_a_newer_commit(registry: Registry) -> None:
     made = [make_version(registry, source(step)) for step in (1, 2, 3)]
     for manifest in made:
-        registry.promote(manifest, WHY)
+        registry.release(manifest, WHY)
     move = registry.rollback(None, Reason("op@here", "bad clicks"))
     assert (move.kind, move.from_version, move.to_version, move.why) == (
         "rollback",
@@ -185,7 +185,7 @@ def test_d53_rollback_stays_until_a_newer_commit(registry: Registry) -> None:
         2,
         "bad clicks",
     )
-    assert registry.promote(made[2], WHY) is None  # what the daemon would do: nothing
+    assert registry.release(made[2], WHY) is None  # what the daemon would do: nothing
     assert live_version(registry) == 2
     go_live(registry, source(4))
     assert live_version(registry) == 4
@@ -272,7 +272,7 @@ def test_racing_publishers_make_one_history(any_storage: Storage) -> None:
 
     def promote(manifest: VersionManifest) -> None:
         start.wait()
-        registry_in(any_storage).promote(manifest, WHY)
+        registry_in(any_storage).release(manifest, WHY)
 
     threads = [threading.Thread(target=promote, args=(m,)) for m in made]
     for t in threads:
