@@ -128,8 +128,8 @@ class LivePointer:
             if before is not None and manifest.source.order <= before.order:
                 return None
             newest[manifest.source.run_id] = manifest.source
-            self._check_kept(now, manifest.version)
             open_version(manifest.version)
+            self._check_kept(now, manifest.version)
             as_canary = canary and now is not None
             return _Target(
                 kind="canary" if as_canary else "publish",
@@ -177,7 +177,6 @@ class LivePointer:
                 raise NotFoundError(
                     f"no version was live before version {known.to_version}; name one with --to"
                 )
-            self._check_kept(now, number)
             fallback = earlier.falls_back_to if earlier else known.sequence
             canary = None if known.canary == number else known.canary
             try:
@@ -185,6 +184,7 @@ class LivePointer:
             except NotFoundError as e:
                 was = "" if to else f"version {number} was live before, but is gone: "
                 raise NotFoundError(f"{was}{e}; name one with --to") from None
+            self._check_kept(now, number)
             return _Target("rollback", number, canary, source, fallback, known.newest)
 
         return self._moved(target, reason)

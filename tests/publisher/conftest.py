@@ -14,7 +14,9 @@ from ckpt.restore import CheckpointReader
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.trust import TrustList
 from publisher.build import VersionBuilder
+from publisher.lease import Lease
 from publisher.loading import ProgramCache
+from publisher.metric import MetricCheck, metric_in_process
 from publisher.parity import ParityCheck, parity_in_process
 from publisher.policy import Policy
 from publisher.publish import Publisher
@@ -48,13 +50,21 @@ class Bench:
     def __post_init__(self) -> None:
         self.programs = ProgramCache(self.run.trust)
 
-    def publisher(self, parity: ParityCheck | None = None) -> Publisher:
+    def publisher(
+        self,
+        parity: ParityCheck | None = None,
+        *,
+        lease: Lease | None = None,
+        metric: MetricCheck | None = None,
+    ) -> Publisher:
         builder = VersionBuilder(self.run.root, self.registry, self.programs, CheckpointReader)
         return Publisher(
             builder,
             parity or partial(parity_in_process, self.programs),
             "tester@here",
             policy=self.policy,
+            lease=lease,
+            metric=metric or partial(metric_in_process, self.programs),
             sink=self.sink,
         )
 
