@@ -36,6 +36,9 @@ class FakeClock:
     def monotonic(self) -> float:
         return self.now_s
 
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
 
 @dataclass
 class Bench:
