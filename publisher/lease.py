@@ -82,8 +82,8 @@ class Lease:
             assert self._mine is not None
             try:
                 self._registry.fence(self._mine.epoch)
-            except LeaseLostError:
-                self._mine = None
+            except SidestageError:
+                self._mine = None  # if the record is ours, the next try goes on from there
                 raise
             self._rival = None
             return True

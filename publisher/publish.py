@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 
 from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError
+from ckpt.errors import BadInputError, NotFoundError, SidestageError
 from ckpt.events import LogSink
 from ckpt.pins import pinned
 from ckpt.types import EventSink
 from publisher.build import VersionBuilder
+from publisher.examination import Examination
 from publisher.gates import GateError, GateReport, check_commit, event_time_of
 from publisher.lease import Lease, LeaseLostError
 from publisher.metric import MetricCheck
-from publisher.parity import ParityCheck, parity_verdict
+from publisher.parity import ParityCheck
 from publisher.pointer import Reason
 from publisher.policy import Policy
 from publisher.records import GateName, Move, Refusal, Source, VersionManifest, source_of
 from publisher.replay import Replay
-from publisher.verdicts import decide_dequantisation, decide_norm_drift
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Publisher:
         self.catalog = Catalog(builder.root)
         self._builder = builder
         self._root = builder.root
-        self._parity = parity
         self._who = who
         self._clock = builder.registry.clock
         self._sink = sink or LogSink()
-        self._replay: Replay | None = None
+        replay = None
         if self.policy.metric is not None:
             if metric is None:
                 raise BadInputError(
                     "the policy has a metric, and nothing that measures it was given"
                 )
-            self._replay = Replay(self.policy.metric, builder.root, metric)
+            replay = Replay(self.policy.metric, builder.root, metric)
+        self._examination = Examination(self.policy.gates, parity, replay)
 
     def root_state(self) -> tuple[object, ...]:
         """Changes when a commit or an attempt comes or goes; costs two listings."""
@@ -223,7 +223,7 @@ class Publisher:
         started_at_s = self._clock.time()
         live = self.registry.live()
         # What the policy names must be there before an hour is spent on a build.
-        batch = self._replay.batch() if self._replay else b""
+        batch = self._examination.batch()
         with self._refusing(source, report, None, lease_epoch):
             with report.guard("digests"):
                 record = check_commit(self.catalog, self._root, source.ref)
@@ -252,33 +252,8 @@ class Publisher:
                 started_at_s=started_at_s,
                 published_at_s=started_at_s,
             )
-            parent = self._parent(live)
-            self._decide_tables(report, draft, parent)
-            with report.guard("golden_parity"):
-                err = self._parity(self.registry, draft)
-                parity_verdict(report, err, self.policy.gates.parity_max_abs_err)
-            if self._replay is not None:
-                with report.guard("metric"):
-                    self._replay.decide(report, self.registry, draft, parent, batch)
+            self._examination.decide(report, self.registry, draft, batch)
         return replace(draft, gates=tuple(report.results))
-
-    def _parent(self, live: Move | None) -> VersionManifest | None:
-        """The live version's manifest; None if nobody can read it, which is no fault of the new one's."""
-        try:
-            return self.registry.version(live.to_version) if live else None
-        except (NotFoundError, CorruptError) as e:
-            self._sink.emit("parent_unreadable", reason=str(e))
-            return None
-
-    def _decide_tables(
-        self, report: GateReport, draft: VersionManifest, parent: VersionManifest | None
-    ) -> None:
-        limits = self.policy.gates
-        with report.guard("norm_drift"):
-            known = (parent.version, parent.tables) if parent else None
-            decide_norm_drift(report, draft.tables, known, limits.norm_drift_max_ratio)
-        with report.guard("dequantisation"):
-            decide_dequantisation(report, draft.tables, limits.dequantisation_max_rel_err)
 
     @contextmanager
     def _refusing(

@@ -8,11 +8,10 @@ manifest: such a folder is no version, and nothing is ever written into it again
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from ckpt import layout
-from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, StorageError
+from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
 from ckpt.storage import Storage, open_storage
 from ckpt.types import Clock, SystemClock
 from publisher import keys, retention
@@ -218,43 +217,15 @@ class Registry:
     def pin(self, number: int, reason: Reason) -> Pin:
         """Keep a version until `unpin`. NotFoundError if there is none, ConflictError if it has a pin."""
         self._open_whole(number)
-        pin = Pin(number, reason.who, reason.why, self.clock.time())
-        key = self.prefix + keys.pin_key(number)
-        try:
-            self.storage.create(key, encode(pin))
-        except ConflictError:
-            raise ConflictError(f"version {number} is pinned already; unpin it first") from None
-        # Retention tells the pointer first and then looks for pins: one of the two sees the other.
-        pointer = self._pointer.read()
-        if pointer is not None and number in pointer.retired:
-            with suppress(StorageError):
-                self.storage.delete(key)
-            raise NotFoundError(f"{self.url}: version {number} is being deleted by retention")
-        return pin
+        return retention.pin(self, number, reason)
 
     def unpin(self, number: int) -> None:
         """Remove a pin. NotFoundError if there is none."""
-        key = self.prefix + keys.pin_key(number)
-        try:
-            self.storage.stat(key)
-        except NotFoundError:
-            raise NotFoundError(f"{self.url}: version {number} isn't pinned") from None
-        self.storage.delete(key)
+        retention.unpin(self, number)
 
     def pins(self) -> dict[int, Pin]:
         """The pins by version; CorruptError names one that can't be read (it counts all the same)."""
-        found = {}
-        for number in sorted(self.pinned()):
-            key = self.prefix + keys.pin_key(number)
-            with suppress(NotFoundError):
-                found[number] = decode(Pin, self.storage.read(key), key)
-        return found
-
-    def pinned(self) -> set[int]:
-        """The versions that have a pin, readable or not."""
-        found = self.storage.list(self.prefix + keys.PINS)
-        names = (keys.parse_pin_key(o.key.removeprefix(self.prefix)) for o in found)
-        return {n for n in names if n is not None}
+        return retention.pins(self)
 
     def prune(self, keep: int, *, dry_run: bool = False) -> list[int]:
         """Delete what retention doesn't keep, see `publisher.retention`; the numbers deleted."""

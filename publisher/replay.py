@@ -50,15 +50,18 @@ class Replay:
         report: GateReport,
         registry: Registry,
         draft: VersionManifest,
-        live: VersionManifest | None,
+        live: VersionManifest | str | None,
         batch: bytes,
     ) -> None:
-        """Raises GateError if the draft does worse than the live version, or can't be measured."""
+        """Raises GateError if the draft does worse than the live version, or can't be measured.
+
+        `live`: its manifest, or why there is none; None: no version is live.
+        """
         digest = digest_of(batch)
         value = self._check(registry, draft, self._gate, batch)
         self._figures = {key: f for key, f in self._figures.items() if key[1] == digest}
-        compared: tuple[int, float] | str | None = None
-        if live is not None:
+        compared: tuple[int, float] | str | None = live if isinstance(live, str) else None
+        if isinstance(live, VersionManifest):
             at = (live.version, digest)
             try:
                 if at not in self._figures:

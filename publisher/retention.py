@@ -13,13 +13,61 @@ Whoever is killed in between leaves what the pointer was told; the next one dele
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ckpt.errors import ConflictError, NotFoundError, StorageError
 from publisher import keys
+from publisher.records import Pin, decode, encode
 
 if TYPE_CHECKING:
+    from publisher.pointer import Reason
     from publisher.records import Pointer
     from publisher.registry import Registry
+
+
+def pin(registry: Registry, number: int, reason: Reason) -> Pin:
+    """Set a pin on a version that is there. ConflictError if it has one."""
+    made = Pin(number, reason.who, reason.why, registry.clock.time())
+    key = registry.prefix + keys.pin_key(number)
+    try:
+        registry.storage.create(key, encode(made))
+    except ConflictError:
+        raise ConflictError(f"version {number} is pinned already; unpin it first") from None
+    # Retention tells the pointer first and then looks for pins: one of the two sees the other.
+    pointer = registry.pointer()
+    if pointer is not None and number in pointer.retired:
+        with suppress(StorageError):
+            registry.storage.delete(key)
+        raise NotFoundError(f"{registry.url}: version {number} is being deleted by retention")
+    return made
+
+
+def unpin(registry: Registry, number: int) -> None:
+    """Remove a pin, readable or not. NotFoundError if there is none."""
+    key = registry.prefix + keys.pin_key(number)
+    try:
+        registry.storage.stat(key)
+    except NotFoundError:
+        raise NotFoundError(f"{registry.url}: version {number} isn't pinned") from None
+    registry.storage.delete(key)
+
+
+def pins(registry: Registry) -> dict[int, Pin]:
+    """The pins by version; CorruptError names one that can't be read."""
+    found = {}
+    for number in sorted(pinned(registry)):
+        key = registry.prefix + keys.pin_key(number)
+        with suppress(NotFoundError):
+            found[number] = decode(Pin, registry.storage.read(key), key)
+    return found
+
+
+def pinned(registry: Registry) -> set[int]:
+    """The versions that have a pin, readable or not."""
+    found = registry.storage.list(registry.prefix + keys.PINS)
+    names = (keys.parse_pin_key(o.key.removeprefix(registry.prefix)) for o in found)
+    return {n for n in names if n is not None}
 
 
 def expendable(versions: Collection[int], keep: int, protected: Collection[int]) -> set[int]:
@@ -42,7 +90,7 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
     def choose(pointer: Pointer) -> set[int]:
         move = pointer.move
         named = {n for n in (move.to_version, move.canary, registry.previous(move)) if n}
-        doomed = expendable(versions, keep, named | registry.pinned())
+        doomed = expendable(versions, keep, named | pinned(registry))
         # What an earlier one didn't get through with.
         return doomed | {n for n in pointer.retired if n in stored}
 
@@ -50,8 +98,8 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
         pointer = registry.pointer()
         return sorted(choose(pointer)) if pointer else []
     retired = registry.retire(choose)
-    if pinned := retired & registry.pinned():  # set between the choice and the telling
-        retired = registry.retire(lambda pointer: set(pointer.retired) - pinned) - pinned
+    if late := retired & pinned(registry):  # set between the choice and the telling
+        retired = registry.retire(lambda pointer: set(pointer.retired) - late) - late
     for number in sorted(retired):
         registry.delete(number, stored[number])
     for number in _abandoned(registry, stored, versions):

@@ -14,6 +14,7 @@ import torch
 from ckpt.manifest import CommitRecord
 from ckpt.restore import CheckpointReader
 from ckpt.schema import EVENT_TIME
+from publisher import keys
 from publisher.build import BuiltFiles, VersionBuilder
 from publisher.gates import GateError, GateReport
 from publisher.lease import Lease
@@ -22,6 +23,7 @@ from publisher.policy import GateLimits, MetricGate, Policy
 from publisher.publish import Publisher
 from publisher.quantise import pack_rows
 from publisher.records import GateName, TableStats
+from publisher.registry import Registry
 from tests.publisher.conftest import Bench
 from tests.publisher.tiny import USER, flip_byte, request, stamped_tensors
 
@@ -70,13 +72,14 @@ class Case:
     tensors: dict[str, torch.Tensor]
     annotations: dict[str, str]
     limits: GateLimits = LIMITS
+    metric: MetricGate = METRIC
     reader: type[CheckpointReader] = CheckpointReader
     parity: Callable[..., float] | None = None
 
     def publisher(
         self, *, lease: Lease | None = None, metric: MetricCheck | None = None
     ) -> Publisher:
-        self.bench.policy = Policy(gates=self.limits, metric=METRIC)
+        self.bench.policy = Policy(gates=self.limits, metric=self.metric)
         made = self.bench.publisher(self.parity, lease=lease, metric=metric)
         run = self.bench.run
         made._builder = Measuring(run.root, self.bench.registry, self.bench.programs, self.reader)
@@ -241,6 +244,24 @@ def test_a_missing_batch_is_no_fault_of_the_commit(case: Case) -> None:
     with pytest.raises(NotFoundError, match=r"batch\.safetensors: the batch of \[metric\] isn't"):
         case.publisher().publish(case.bench.run.info(2), "test")
     assert case.bench.registry.refusals() == []
+
+
+def test_a_live_version_that_nobody_can_read_passes_no_metric(case: Case) -> None:
+    """There is nothing to compare with, and only the policy may say that this is fine."""
+    registry = case.bench.registry
+    case.bench.run.root.put(registry.key(1, keys.MANIFEST), b"{")
+    case.bench.registry = Registry(registry.storage, clock=case.bench.clock)
+    case.bench.run.commit(2, case.tensors)
+    info = case.bench.run.info(2)
+    with pytest.raises(
+        GateError, match=r"auc 1 can't be compared: parent 1 can't be read: .* worst"
+    ):
+        case.publisher().publish(info, "test")
+    case.metric = replace(METRIC, worst=0.9)
+    assert case.publisher().publish(info, "test").live
+    found = {g.name: g for g in case.bench.registry.version(3).gates}
+    assert found["metric"].threshold == 0.9
+    assert found["norm_drift"].detail.startswith("nothing to compare with: parent 1 can't be read")
 
 
 def test_the_live_version_is_measured_once_for_one_batch(case: Case) -> None:

@@ -179,6 +179,21 @@ def test_a_version_of_an_older_lease_is_not_sealed(rivals: Rivals) -> None:
     assert rivals.registry.numbers() == []
 
 
+def test_a_lease_counts_only_once_the_pointer_was_told() -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    registry = Registry(faulty)
+    go_live(registry, source(1))
+    lease = Lease(registry, clock=FakeClock())
+    faulty.on("replace_if", "*live.json").fail(StorageError("503"))
+    with pytest.raises(StorageError, match="503"):
+        lease.acquire()
+    assert not lease.held
+    assert lease.acquire()
+    pointer = registry.pointer()
+    assert pointer is not None
+    assert lease.epoch == pointer.lease_epoch == 1
+
+
 def test_a_deleted_lease_file_starts_no_second_count(rivals: Rivals) -> None:
     go_live(rivals.registry, source(1))
     assert rivals.a.acquire()

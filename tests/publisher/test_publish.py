@@ -119,6 +119,19 @@ def test_the_same_commit_is_published_once(bench: Bench) -> None:
     assert len(bench.registry.history()) == 1
 
 
+def test_d52_every_part_of_a_version_is_of_one_commit(bench: Bench) -> None:
+    """An older commit is published while a newer one exists: nothing of the newer one gets in."""
+    for step in (100, 200):
+        bench.run.commit(step, stamped_tensors(step / 100))
+    bench.publish(100)
+    manifest = bench.registry.version(1)
+    parts = (manifest.dense_step, manifest.table_step, manifest.id_map_step)
+    assert (manifest.source.step, *parts) == (100, 100, 100, 100)
+    got = Predictor(bench.registry, trust=bench.run.trust).predict(GOLDEN)
+    for output in ("user_stamp", "genre_stamp", "dense_stamp"):
+        assert got.outputs[output][0] == 1.0
+
+
 def candidates(bench: Bench) -> list[int]:
     """Steps that would go live by themselves, newest first."""
     publisher = bench.publisher()
