@@ -88,6 +88,7 @@ class Daemon:
             return None
         try:
             if not self._leads(self._publisher):
+                self._failures = 0
                 return None
             outcome = self._publish_newest(self._publisher)
         except LeaseLostError as e:

@@ -229,6 +229,7 @@ class LivePointer:
             wanted = amended(now)
             if wanted == now:
                 return now
+            wanted = replace(wanted, changes=now.changes + 1)
             with suppress(ConflictError, NotFoundError):
                 self._storage.replace_if(self._prefix + keys.LIVE, encode(wanted), etag)
                 return wanted
@@ -272,7 +273,8 @@ class LivePointer:
                 newest=aim.newest,
                 token=uuid.uuid4().hex,
             )
-            data = encode(Pointer(move, lease_epoch, now.retired if now else ()))
+            retired, changes = (now.retired, now.changes + 1) if now else ((), 0)
+            data = encode(Pointer(move, lease_epoch, retired, changes))
             try:
                 if etag is None:
                     self._storage.create(self._prefix + keys.LIVE, data)

@@ -199,6 +199,8 @@ class Pointer:
 
     lease_epoch: the newest lease; a publisher that holds an older one moves the pointer no more.
     retired: versions that are being deleted; nothing moves to them and nobody can pin them.
+    changes: counts the writes, so that content never comes back: on an object store the etag may be
+        a digest of it.
     """
 
     KIND: ClassVar[str] = "pointer"
@@ -206,6 +208,7 @@ class Pointer:
     move: Move
     lease_epoch: int
     retired: tuple[int, ...]
+    changes: int
 
 
 @dataclass(frozen=True)

@@ -478,6 +478,21 @@ def test_nothing_moves_to_a_version_that_is_being_deleted(any_storage: Storage) 
     assert live_version(registry_in(any_storage)) == 3
 
 
+def test_the_pointer_never_has_the_same_content_twice(registry: Registry) -> None:
+    """Else an etag that is a digest of it would let a move through that was decided long ago."""
+    for step in (1, 2, 3):
+        go_live(registry, source(step))
+    seen = {registry.storage.read("serving/live.json")}
+    registry.prune(1)
+    seen.add(registry.storage.read("serving/live.json"))
+    registry.prune(1)  # nothing is being deleted any more, as before the first one
+    seen.add(registry.storage.read("serving/live.json"))
+    assert len(seen) == 3
+    pointer = registry.pointer()
+    assert pointer is not None
+    assert (pointer.retired, pointer.changes) == ((), 4)
+
+
 def test_a_pin_set_while_retention_begins_is_honoured(any_storage: Storage) -> None:
     faulty = FaultyStorage(any_storage)
     for step in (1, 2, 3):
