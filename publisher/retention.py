@@ -99,7 +99,8 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
         return sorted(choose(pointer)) if pointer else []
     retired = registry.retire(choose)
     if late := retired & pinned(registry):  # set between the choice and the telling
-        retired = registry.retire(lambda pointer: set(pointer.retired) - late) - late
+        registry.retire(lambda pointer: set(pointer.retired) - late)
+        retired -= late
     for number in sorted(retired):
         registry.delete(number, stored[number])
     for number in _abandoned(registry, stored, versions):
