@@ -154,6 +154,11 @@ def check_policy(policy: Policy, what: str) -> None:
         raise BadInputError(f"{what}: {'; '.join(wrong)}")
 
 
+def _toml(value: object) -> str:
+    """A string, number or truth value, which TOML spells as JSON does, but for escaped letters."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def describe_policy(policy: Policy) -> str:
     """A policy with all its settings as the file that would say so."""
     lines = []
@@ -165,7 +170,7 @@ def describe_policy(policy: Policy) -> str:
         settings = found if isinstance(found, Mapping) else asdict(found)
         lines.append(f"[{section.name}]")
         for name, value in settings.items():
-            key = name if re.fullmatch(r"\w+", name, re.ASCII) else json.dumps(name)
-            lines.append(f"# {key} isn't set" if value is None else f"{key} = {json.dumps(value)}")
+            key = name if re.fullmatch(r"\w+", name, re.ASCII) else _toml(name)
+            lines.append(f"# {key} isn't set" if value is None else f"{key} = {_toml(value)}")
         lines.append("")
     return "\n".join(lines)

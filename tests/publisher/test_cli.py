@@ -264,13 +264,13 @@ def test_a_wrong_policy_publishes_nothing(local: Bench, run: Run, tmp_path: Path
 
 
 def test_once_beside_a_publisher_that_lives(local: Bench, run: Run) -> None:
-    owner = Lease(local.registry, ttl_s=0.5)
+    owner = Lease(local.registry, ttl_s=2.0)
     with owner.kept():
         assert owner.acquire()
         code, out, err = run("once", local.run.root.url)
     waiting, error = err.splitlines()
     assert (code, out) == (4, "")
-    assert waiting.startswith("waiting up to 0.5 s for a sign of life of pid ")
+    assert waiting.startswith("waiting up to 2 s for a sign of life of pid ")
     assert f"pid {os.getpid()} on {socket.gethostname()} (lease 1) publishes into it" in error
     assert run("once", local.run.root.url)[0] == 0  # it has left
 
@@ -458,7 +458,7 @@ def test_a_standby_follows_a_publisher_that_was_killed(
     local: Bench, start: Callable[..., Process]
 ) -> None:
     root = local.run.root.url
-    options = ("--interval", "0.1", "--lease-ttl", "1")
+    options = ("--interval", "0.1", "--lease-ttl", "3")
     first = start(local, "run", root, *options)
     assert first.wait_for("lease_taken")["epoch"] == 1
     second = start(local, "run", root, *options)

@@ -12,6 +12,7 @@ from publisher.policy import Policy, describe_policy, read_policy
 WHOLE = """
 [tables]
 "model.ebc.user.*" = "fp16"
+"größe.\\"*🙂" = "fp32"
 "*" = "int4_rowwise"
 [gates]
 parity_max_abs_err = 0.5
