@@ -9,6 +9,7 @@ from ckpt.errors import NotFoundError, SidestageError, StorageError
 from ckpt.events import LogSink
 from ckpt.types import Clock, EventSink, SystemClock
 from publisher.gates import GateError
+from publisher.lease import LeaseLostError, told
 from publisher.publish import Outcome, Publisher
 from publisher.records import Source, source_of
 
@@ -20,7 +21,7 @@ Wait = Callable[[float], bool]
 class Pace:
     """Seconds between looks at the root, and the longest wait after failures."""
 
-    interval_s: float = 2.0
+    interval_s: float = 1.0
     max_backoff_s: float = 60.0
 
     def backoff_s(self, failures: int) -> float:
@@ -32,7 +33,8 @@ class Daemon:
 
     When it is behind it takes the newest commit and skips those between. A commit that a gate
     refused is tried again after a growing pause and, after so many attempts, given up; the
-    next older one is tried meanwhile, and newer ones go first.
+    next older one is tried meanwhile, and newer ones go first. While another publisher holds the
+    lease it only waits for it.
 
     Args:
         open_publisher: opens the root; NotFoundError while there is none yet.
@@ -56,6 +58,7 @@ class Daemon:
         self._sink = sink or LogSink()
         self._publisher: Publisher | None = None
         self._failures = 0
+        self._led = False
         self._refused: dict[Source, tuple[int, float]] = {}
         self._done: tuple[object, ...] | None = None
         self._told: set[str] = set()
@@ -84,12 +87,44 @@ class Daemon:
             self._failed(e)
             return None
         try:
+            if not self._leads(self._publisher):
+                self._failures = 0
+                return None
             outcome = self._publish_newest(self._publisher)
+        except LeaseLostError as e:
+            self._lose(str(e))
+            return None
         except SidestageError as e:
             self._failed(e)
             return None
         self._failures = 0
         return outcome
+
+    def _leads(self, publisher: Publisher) -> bool:
+        """Is this the one publisher that works? If not, say once whose turn it is."""
+        lease = publisher.lease
+        if lease is None:
+            return True
+        if lease.held:
+            lease.check()
+            return True
+        if self._led:
+            self._lose("another publisher has taken over")
+        if lease.acquire():
+            self._led, self._done = True, None
+            self._sink.emit("lease_taken", epoch=lease.epoch)
+            return True
+        if lease.rival is not None:
+            self._tell_once("standby", f"{told(lease.rival)} publishes")
+        return False
+
+    def _lose(self, reason: str) -> None:
+        """Another publisher goes on with the work: be a candidate again."""
+        if self._publisher is not None and self._publisher.lease is not None:
+            self._publisher.lease.forget()
+        self._led, self._done = False, None
+        self._refused.clear()
+        self._sink.emit("lease_lost", reason=reason)
 
     def _publish_newest(self, publisher: Publisher) -> Outcome | None:
         state = publisher.root_state()
@@ -120,6 +155,7 @@ class Daemon:
                 pause_s = self._pace.backoff_s(attempts + 1)
                 self._refused[source] = (attempts + 1, self._clock.monotonic() + pause_s)
                 continue
+            self._prune(publisher)
             if older := len(candidates) - tried - 1:
                 self._sink.emit("commits_skipped", count=older, before_step=source.step)
             break
@@ -127,6 +163,15 @@ class Daemon:
             self._done = state
             self._refused.clear()
         return outcome
+
+    def _prune(self, publisher: Publisher) -> None:
+        """What isn't deleted now is deleted after the next version: it stops nobody."""
+        try:
+            publisher.prune()
+        except LeaseLostError:
+            raise
+        except SidestageError as e:
+            self._sink.emit("deleting_failed", reason=str(e))
 
     def _failed(self, error: SidestageError) -> None:
         self._failures += 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 LIVE = "live.json"
+LEASE = "lease.json"
 VERSIONS = "versions/"
 HISTORY = "history/"
 QUARANTINE = "quarantine/"
+PINS = "pins/"
 
 CLAIM = "claim.json"
 MANIFEST = "manifest.json"
@@ -20,6 +22,7 @@ GOLDEN = "golden.safetensors"
 REFERENCE = "reference.safetensors"
 
 _VERSION = re.compile(r"versions/(\d{6,})/(.+)")
+_PIN = re.compile(r"pins/(\d{6,})\.json")
 _HISTORY = re.compile(r"history/(\d{9,})\.json")
 
 
@@ -47,6 +50,16 @@ def parse_history_key(key: str) -> int | None:
     """The sequence number of a history entry's key, or None for a stray."""
     m = _HISTORY.fullmatch(key)
     return int(m[1]) if m and history_key(int(m[1])) == key else None
+
+
+def pin_key(number: int) -> str:
+    return f"{PINS}{number:06d}.json"
+
+
+def parse_pin_key(key: str) -> int | None:
+    """The version that a pin's key names, or None for a stray."""
+    m = _PIN.fullmatch(key)
+    return int(m[1]) if m and pin_key(int(m[1])) == key else None
 
 
 def quarantine_prefix(epoch: int, step: int) -> str:

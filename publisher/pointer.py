@@ -1,9 +1,12 @@
 """The live pointer and its history: who made which version live, when and why.
 
 `live.json` holds the newest move, whole. It is changed only by compare-and-set, and before
-it changes again its content has been copied to `history/<sequence>.json`. So whenever a
-publisher dies, the pointer is either the old one or the new one, and the history, with the
-pointer's own move, has every move that happened and none that did not.
+another move its move has been copied to `history/<sequence>.json`. So whenever a publisher
+dies, the pointer is either the old one or the new one, and the history, with the pointer's
+own move, has every move that happened and none that did not.
+
+Two things are told to the pointer without moving it, so that whoever decided on a move before loses
+the compare-and-set and looks again: the epoch of a new lease, and versions about to be deleted.
 """
 
 from __future__ import annotations
@@ -11,15 +14,27 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.storage import Storage
 from ckpt.types import Clock, SystemClock
 from publisher import keys
-from publisher.records import Move, MoveKind, Source, VersionManifest, decode, encode
+from publisher.records import (
+    Move,
+    MoveKind,
+    Pointer,
+    Source,
+    VersionManifest,
+    decode,
+    encode,
+)
 
 _RACES = 20
+
+
+class LeaseLostError(ConflictError):
+    """Another publisher has taken over since: this one may publish nothing more under its lease."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +47,21 @@ class Reason:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a move leads."""
+    """Where a move leads. `live`, `canary`: the versions after it."""
 
     kind: MoveKind
-    version: int
+    live: int
+    canary: int | None
     source: Source
     falls_back_to: int | None
     newest: tuple[Source, ...]
+    lease_epoch: int = 0
 
 
-_Decide = Callable[[Move | None, Move | None], _Target | None]
-"""(the pointer's move, the newest known move) -> where to go, or None to leave it."""
+_Decide = Callable[[Pointer | None, Move | None], _Target | None]
+"""(the pointer, the newest known move) -> where to go, or None to leave it."""
+_Open = Callable[[int], VersionManifest]
+"""A version's manifest, its files looked at; raises if it isn't whole."""
 
 
 class LivePointer:
@@ -63,53 +82,92 @@ class LivePointer:
     def url(self) -> str:
         return f"{self._storage.url}/{self._prefix}{keys.LIVE}"
 
-    def read(self) -> Move | None:
-        """The newest move, or None if nothing went live yet; CorruptError says how to mend it."""
+    def read(self) -> Pointer | None:
+        """The pointer, or None if nothing went live yet; CorruptError says how to mend it."""
         return self._read()[0]
 
     def history(self) -> list[Move]:
         """Every move, oldest first."""
         moves = {m.sequence: m for m in map(self._move, self._sequences())}
-        newest = self.read()
-        if newest is not None:
-            moves[newest.sequence] = newest
+        now = self.read()
+        if now is not None:
+            moves[now.move.sequence] = now.move
         return [moves[n] for n in sorted(moves)]
 
-    def publish(self, manifest: VersionManifest, reason: Reason) -> Move | None:
-        """Make a version live unless its commit is older than, or is, one that was live before.
+    def previous(self, now: Move) -> Move | None:
+        """The move that a rollback without a number returns to."""
+        return self._earlier(now, None)
 
-        So neither a late job nor a restarted publisher undoes a rollback.
+    # -- moves ----------------------------------------------------------------------------
+
+    def release(
+        self,
+        manifest: VersionManifest,
+        open_version: _Open,
+        reason: Reason,
+        *,
+        canary: bool,
+        lease_epoch: int,
+    ) -> Move | None:
+        """Make a version live, or the canary if another one is live.
+
+        None, and nothing moves, if its commit is older than, or is, one that was either before: so
+        neither a late job nor a restarted publisher undoes a rollback. Raises LeaseLostError if a
+        newer lease was seen.
         """
 
-        def target(now: Move | None, known: Move | None) -> _Target | None:
+        def target(now: Pointer | None, known: Move | None) -> _Target | None:
+            seen = max(now.lease_epoch if now else 0, known.lease_epoch if known else 0)
+            if lease_epoch < seen:
+                raise LeaseLostError(
+                    f"{self.url}: was moved under lease {seen}, this publisher holds {lease_epoch}: "
+                    f"another one has taken over"
+                )
             newest = {s.run_id: s for s in (known.newest if known else ())}
             before = newest.get(manifest.source.run_id)
             if before is not None and manifest.source.order <= before.order:
                 return None
             newest[manifest.source.run_id] = manifest.source
+            open_version(manifest.version)
+            self._check_kept(now, manifest.version)
+            as_canary = canary and now is not None
             return _Target(
-                "publish",
-                manifest.version,
-                manifest.source,
-                known.sequence if known else None,
-                tuple(newest[run] for run in sorted(newest)),
+                kind="canary" if as_canary else "publish",
+                live=now.move.to_version if as_canary and now else manifest.version,
+                # What goes live directly is newer than the canary, whose trial is over.
+                canary=manifest.version if as_canary else None,
+                source=manifest.source,
+                falls_back_to=_falls_back(known, moved=not as_canary),
+                newest=tuple(newest[run] for run in sorted(newest)),
+                lease_epoch=lease_epoch,
             )
 
         return self._change(target, reason)
 
-    def rollback(
-        self, to: int | None, open_version: Callable[[int], VersionManifest], reason: Reason
-    ) -> Move:
+    def promote(self, version: int | None, open_version: _Open, reason: Reason) -> Move:
+        """Make the canary live. `version`, if given, must be the canary still: ConflictError."""
+
+        def target(now: Pointer | None, known: Move | None) -> _Target:
+            canary = now.move.canary if now else None
+            if now is None or known is None or canary is None:
+                raise NotFoundError(f"{self.url}: there is no canary to promote")
+            if version not in (None, canary):
+                raise ConflictError(f"the canary is version {canary}, not {version}; look again")
+            source = open_version(canary).source
+            return _Target("promote", canary, None, source, known.sequence, known.newest)
+
+        return self._moved(target, reason)
+
+    def rollback(self, to: int | None, open_version: _Open, reason: Reason) -> Move:
         """Move to version `to`, else to what was live before the live one; again: one further back.
 
-        `open_version` gives a version's manifest, and raises if it isn't whole. Raises
-        NotFoundError if there is no such version, ConflictError if it is live already.
+        Raises NotFoundError if there is no such version, ConflictError if it is live already.
         """
 
-        def target(now: Move | None, known: Move | None) -> _Target:
+        def target(now: Pointer | None, known: Move | None) -> _Target:
             if known is None:
                 raise NotFoundError(f"{self.url}: no version is live yet: nothing to roll back")
-            if now is not None and to == now.to_version:
+            if now is not None and to == now.move.to_version:
                 raise ConflictError(f"version {to} is live already")
             if now is None and to is None:
                 raise NotFoundError(f"{self.url}: is missing; name the version with --to")
@@ -120,9 +178,66 @@ class LivePointer:
                     f"no version was live before version {known.to_version}; name one with --to"
                 )
             fallback = earlier.falls_back_to if earlier else known.sequence
-            source = open_version(number).source
-            return _Target("rollback", number, source, fallback, known.newest)
+            canary = None if known.canary == number else known.canary
+            try:
+                source = open_version(number).source
+            except NotFoundError as e:
+                was = "" if to else f"version {number} was live before, but is gone: "
+                raise NotFoundError(f"{was}{e}; name one with --to") from None
+            self._check_kept(now, number)
+            return _Target("rollback", number, canary, source, fallback, known.newest)
 
+        return self._moved(target, reason)
+
+    def _check_kept(self, now: Pointer | None, number: int) -> None:
+        if now is not None and number in now.retired:
+            raise NotFoundError(
+                f"{self.url}: version {number} is being deleted by retention; take another one"
+            )
+
+    # -- what stops moves -----------------------------------------------------------------
+
+    def fence(self, lease_epoch: int) -> None:
+        """No publisher with an older lease moves the pointer from here on.
+
+        LeaseLostError if a newer one was here. Does nothing while nothing is live.
+        """
+
+        def fenced(now: Pointer) -> Pointer:
+            if now.lease_epoch > lease_epoch:
+                raise LeaseLostError(
+                    f"{self.url}: lease {now.lease_epoch} was here, this publisher holds {lease_epoch}"
+                )
+            return replace(now, lease_epoch=lease_epoch)
+
+        self._amend(fenced)
+
+    def retire(self, choose: Callable[[Pointer], set[int]]) -> set[int]:
+        """Say which versions are to be deleted; no move that was decided before leads to them.
+
+        `choose` gives them by the pointer as it is when they are told; none while nothing is live.
+        """
+        told = self._amend(lambda now: replace(now, retired=tuple(sorted(choose(now)))))
+        return set(told.retired) if told else set()
+
+    def _amend(self, amended: Callable[[Pointer], Pointer]) -> Pointer | None:
+        """Compare-and-set what isn't the move. Can be done twice: a lost reply harms nothing."""
+        for _ in range(_RACES):
+            now, etag = self._read()
+            if now is None or etag is None:
+                return None
+            wanted = amended(now)
+            if wanted == now:
+                return now
+            wanted = replace(wanted, changes=now.changes + 1)
+            with suppress(ConflictError, NotFoundError):
+                self._storage.replace_if(self._prefix + keys.LIVE, encode(wanted), etag)
+                return wanted
+        raise self._outrun()
+
+    # -- the change itself ----------------------------------------------------------------
+
+    def _moved(self, target: _Decide, reason: Reason) -> Move:
         move = self._change(target, reason)
         assert move is not None
         return move
@@ -132,20 +247,25 @@ class LivePointer:
         for _ in range(_RACES):
             now, etag = self._read()
             if now is not None:
-                self._record(now)
+                self._record(now.move)
             # A pointer that was lost is rebuilt on what the history says.
-            known = now or self._last_recorded()
+            known = now.move if now else self._last_recorded()
             aim = target(now, known)
             if aim is None:
                 return None
+            lease_epoch = max(
+                aim.lease_epoch,
+                now.lease_epoch if now else 0,
+                known.lease_epoch if known else 0,
+            )
             move = Move(
                 sequence=known.sequence + 1 if known else 1,
                 kind=aim.kind,
-                from_version=now.to_version if now else None,
-                to_version=aim.version,
-                canary=None,
+                from_version=now.move.to_version if now else None,
+                to_version=aim.live,
+                canary=aim.canary,
                 source=aim.source,
-                lease_epoch=0,
+                lease_epoch=lease_epoch,
                 who=reason.who,
                 why=reason.why,
                 at_s=self._clock.time(),
@@ -153,23 +273,28 @@ class LivePointer:
                 newest=aim.newest,
                 token=uuid.uuid4().hex,
             )
+            retired, changes = (now.retired, now.changes + 1) if now else ((), 0)
+            data = encode(Pointer(move, lease_epoch, retired, changes))
             try:
                 if etag is None:
-                    self._storage.create(self._prefix + keys.LIVE, encode(move))
+                    self._storage.create(self._prefix + keys.LIVE, data)
                 else:
-                    self._storage.replace_if(self._prefix + keys.LIVE, encode(move), etag)
+                    self._storage.replace_if(self._prefix + keys.LIVE, data, etag)
             except (ConflictError, NotFoundError):
                 # The reply to our own move may have been lost, and a retry refused.
                 found = self.read()
-                if found is None or found.token != move.token:
+                if found is None or found.move.token != move.token:
                     continue
             # The pointer has moved whatever happens here; the next move records this one first.
             with suppress(StorageError):
                 self._record(move)
             return move
-        raise ConflictError(f"{self.url}: lost {_RACES} races against other publishers; try again")
+        raise self._outrun()
 
-    def _read(self) -> tuple[Move | None, str | None]:
+    def _outrun(self) -> ConflictError:
+        return ConflictError(f"{self.url}: lost {_RACES} races against other publishers; try again")
+
+    def _read(self) -> tuple[Pointer | None, str | None]:
         key = self._prefix + keys.LIVE
         try:
             # The etag first: if the content is newer than it, the compare-and-set loses.
@@ -178,7 +303,7 @@ class LivePointer:
         except NotFoundError:
             return None, None
         try:
-            return decode(Move, data, self.url), etag
+            return decode(Pointer, data, self.url), etag
         except CorruptError as e:
             raise CorruptError(
                 f"{e}; delete it and name the live version: publisher rollback ROOT --to N"
@@ -216,3 +341,10 @@ class LivePointer:
             if to is None or at.to_version == to:
                 return at
         return None
+
+
+def _falls_back(known: Move | None, *, moved: bool) -> int | None:
+    """Where a rollback after this move returns to: a canary alone changes nothing about that."""
+    if known is None:
+        return None
+    return known.sequence if moved else known.falls_back_to

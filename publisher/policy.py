@@ -21,10 +21,13 @@ workers = 2
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
+from math import inf, isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -127,4 +130,47 @@ def read_policy(path: Path) -> Policy:
         raise NotFoundError(f"{path}: no such policy file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise BadInputError(f"{path}: not a policy file: {e}") from None
-    return decode_settings(Policy, body, str(path))
+    policy = decode_settings(Policy, body, str(path))
+    check_policy(policy, str(path))
+    return policy
+
+
+def check_policy(policy: Policy, what: str) -> None:
+    """BadInputError for a value that no publisher could work by; `what` names the file."""
+    gates, metric, release, build = policy.gates, policy.metric, policy.release, policy.build
+    limits = {f"gates.{f.name}": getattr(gates, f.name) for f in fields(gates)}
+    if metric:
+        limits["metric.max_loss"] = metric.max_loss
+    wrong = [f"{n} = {v:g}: give a number from 0 on" for n, v in limits.items() if not 0 <= v < inf]
+    if metric and metric.worst is not None and not isfinite(metric.worst):
+        wrong.append(f"metric.worst = {metric.worst:g}: give a number")
+    if gates.norm_drift_max_ratio < 1:
+        wrong.append(f"gates.norm_drift_max_ratio = {gates.norm_drift_max_ratio:g}: 1 or more")
+    if release.max_attempts < 1:
+        wrong.append("release.max_attempts = 0: 1 or more")
+    if build.memory_mib < 1:
+        wrong.append("build.memory_mib = 0: 1 or more")
+    if wrong:
+        raise BadInputError(f"{what}: {'; '.join(wrong)}")
+
+
+def _toml(value: object) -> str:
+    """A string, number or truth value, which TOML spells as JSON does, but for escaped letters."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def describe_policy(policy: Policy) -> str:
+    """A policy with all its settings as the file that would say so."""
+    lines = []
+    for section in fields(policy):
+        found = getattr(policy, section.name)
+        if found is None:
+            lines.append(f"# [{section.name}] isn't set\n")
+            continue
+        settings = found if isinstance(found, Mapping) else asdict(found)
+        lines.append(f"[{section.name}]")
+        for name, value in settings.items():
+            key = name if re.fullmatch(r"\w+", name, re.ASCII) else _toml(name)
+            lines.append(f"# {key} isn't set" if value is None else f"{key} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)

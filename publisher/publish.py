@@ -1,4 +1,4 @@
-"""One commit to one live version: claim, build, gates, seal, promote. Or refuse it and say why.
+"""One commit to one live version: claim, build, gates, seal, release. Or refuse it and say why.
 
 A version is identified by its commit, so a publisher that was killed anywhere starts over
 and neither makes a second version of a commit nor loses one:
@@ -16,27 +16,20 @@ from dataclasses import dataclass, replace
 
 from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.errors import NotFoundError, SidestageError
+from ckpt.errors import BadInputError, NotFoundError, SidestageError
 from ckpt.events import LogSink
 from ckpt.pins import pinned
 from ckpt.types import EventSink
 from publisher.build import VersionBuilder
-from publisher.gates import GateError, GateReport, check_commit
-from publisher.parity import ParityCheck, parity_verdict
+from publisher.examination import Examination
+from publisher.gates import GateError, GateReport, check_commit, event_time_of
+from publisher.lease import Lease, LeaseLostError
+from publisher.metric import MetricCheck
+from publisher.parity import ParityCheck
 from publisher.pointer import Reason
-from publisher.records import GateName, Refusal, Source, VersionManifest, source_of
-
-
-@dataclass(frozen=True)
-class PublishPolicy:
-    """What a version must reach, and how often a refused commit is tried.
-
-    parity_max_abs_err: the golden request's answers must be closer to fp32 than this.
-    max_attempts: refusals after which a commit is given up.
-    """
-
-    parity_max_abs_err: float = 0.01
-    max_attempts: int = 3
+from publisher.policy import Policy
+from publisher.records import GateName, Move, Refusal, Source, VersionManifest, source_of
+from publisher.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -44,13 +37,14 @@ class Outcome:
     """What publishing a commit came to.
 
     built: the version was made now, not found.
-    live: it is the live version now.
+    live, canary: it is the live version, or the canary, now.
     """
 
     version: int
     source: Source
     built: bool
     live: bool
+    canary: bool
 
 
 class Publisher:
@@ -60,28 +54,40 @@ class Publisher:
         builder: writes the files; it knows the root and the registry.
         parity: runs the golden-parity gate.
         who: names this publisher in manifests and history.
-        policy: thresholds.
+        policy: thresholds, and how versions are released.
+        metric: measures versions, for a policy with a metric.
+        lease: held by whoever calls; None: the caller answers for being the only publisher.
         sink: told what happens.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and have defaults
         self,
         builder: VersionBuilder,
         parity: ParityCheck,
         who: str,
         *,
-        policy: PublishPolicy | None = None,
+        policy: Policy | None = None,
+        metric: MetricCheck | None = None,
+        lease: Lease | None = None,
         sink: EventSink | None = None,
     ) -> None:
         self.registry = builder.registry
-        self.policy = policy or PublishPolicy()
+        self.policy = policy or Policy()
+        self.lease = lease
         self.catalog = Catalog(builder.root)
         self._builder = builder
         self._root = builder.root
-        self._parity = parity
         self._who = who
         self._clock = builder.registry.clock
         self._sink = sink or LogSink()
+        replay = None
+        if self.policy.metric is not None:
+            if metric is None:
+                raise BadInputError(
+                    "the policy has a metric, and nothing that measures it was given"
+                )
+            replay = Replay(self.policy.metric, builder.root, metric)
+        self._examination = Examination(self.policy.gates, parity, replay)
 
     def root_state(self) -> tuple[object, ...]:
         """Changes when a commit or an attempt comes or goes; costs two listings."""
@@ -104,7 +110,7 @@ class Publisher:
     def given_up(self, source: Source) -> Refusal | None:
         """The last refusal of a commit that was refused as often as the policy allows."""
         refusals = self.registry.refusals(source)
-        return refusals[-1] if len(refusals) >= self.policy.max_attempts else None
+        return refusals[-1] if len(refusals) >= self.policy.release.max_attempts else None
 
     def publish_latest(self, why: str, *, retry: bool = False) -> Outcome:
         """Publish the newest commit unless that is done. `retry`: also if it was given up.
@@ -128,35 +134,73 @@ class Publisher:
         return self.publish(info, why)
 
     def publish(self, info: CommitInfo, why: str) -> Outcome:
-        """Publish one commit; it goes live unless its like or a newer one was live before.
+        """Publish one commit; it is released unless its like or a newer one was before.
 
-        Raises GateError after recording the refusal, StorageError: try again.
+        Raises GateError after recording the refusal, LeaseLostError if another publisher has taken
+        over, StorageError: try again.
         """
         assert info.record is not None
         source = source_of(info.record, info.ref)
+        lease_epoch = self._lease_epoch()
         manifest = self.registry.find(source)
         built = manifest is None
         if manifest is None:
-            manifest = self._make(source)
-        else:
-            self.registry.check_files(manifest)
-        move = self.registry.promote(manifest, Reason(self._who, why))
+            manifest = self._make(source, lease_epoch)
+        move = self.registry.release(
+            manifest,
+            Reason(self._who, why),
+            canary=self.policy.release.canary,
+            lease_epoch=lease_epoch,
+        )
         if move is not None:
-            self._sink.emit("version_live", version=manifest.version, step=source.step)
-        live = move or self.registry.live()
-        is_live = live is not None and live.to_version == manifest.version
-        return Outcome(manifest.version, source, built, is_live)
+            self._tell_released(move, manifest)
+        now = move or self.registry.live()
+        return Outcome(
+            manifest.version,
+            source,
+            built,
+            live=now is not None and now.to_version == manifest.version,
+            canary=now is not None and now.canary == manifest.version,
+        )
 
-    def _make(self, source: Source) -> VersionManifest:
+    def prune(self) -> list[int]:
+        """Delete the versions that the policy doesn't keep."""
+        deleted = self.registry.prune(self.policy.retention.keep)
+        if deleted:
+            self._sink.emit("versions_deleted", versions=deleted, keep=self.policy.retention.keep)
+        return deleted
+
+    def _lease_epoch(self) -> int:
+        if self.lease is None:
+            return self.registry.lease_epoch()
+        self.lease.check()
+        return self.lease.epoch
+
+    def _tell_released(self, move: Move, manifest: VersionManifest) -> None:
+        """Freshness so far: a host must still load the version."""
+        now_s, event_s = self._clock.time(), manifest.event_time_s
+        self._sink.emit(
+            "version_canary" if move.kind == "canary" else "version_live",
+            version=manifest.version,
+            step=manifest.source.step,
+            commit_to_live_s=round(now_s - manifest.committed_at_s, 3),
+            event_to_live_s=None if event_s is None else round(now_s - event_s, 3),
+        )
+
+    def _make(self, source: Source, lease_epoch: int) -> VersionManifest:
         started = self._clock.monotonic()
-        draft = self._build(source)
-        # Another publisher may have been faster; the lease that excludes it isn't ours yet.
+        draft = self._build(source, lease_epoch)
+        # A publisher without a lease may have been faster.
         other = self.registry.find(source)
         if other is not None:
             self.registry.discard(draft.version)
             return other
         manifest = replace(draft, published_at_s=self._clock.time())
-        self.registry.seal(manifest)
+        try:
+            self.registry.seal(manifest)
+        except LeaseLostError:
+            self._discard(draft.version)
+            raise
         self._sink.emit(
             "version_published",
             version=manifest.version,
@@ -165,24 +209,27 @@ class Publisher:
         )
         return manifest
 
-    def _build(self, source: Source) -> VersionManifest:
+    def _build(self, source: Source, lease_epoch: int) -> VersionManifest:
         """All files of a version, through all gates. Retention leaves the commit alone meanwhile."""
 
         def refused(why: str) -> None:
             self._sink.emit("not_pinned", step=source.step, reason=why)
 
         with pinned(self._root, source.ref, f"publisher {self._who}", refused=refused):
-            return self._build_pinned(source)
+            return self._build_pinned(source, lease_epoch)
 
-    def _build_pinned(self, source: Source) -> VersionManifest:
+    def _build_pinned(self, source: Source, lease_epoch: int) -> VersionManifest:
         report = GateReport()
         started_at_s = self._clock.time()
         live = self.registry.live()
-        with self._refusing(source, report, None):
+        # What the policy names must be there before an hour is spent on a build.
+        batch = self._examination.batch()
+        with self._refusing(source, report, None, lease_epoch):
             with report.guard("digests"):
                 record = check_commit(self.catalog, self._root, source.ref)
-            number = self.registry.claim(source, self._who)
-        with self._refusing(source, report, number):
+                event_time_s = event_time_of(record)
+            number = self.registry.claim(source, self._who, lease_epoch)
+        with self._refusing(source, report, number, lease_epoch):
             built = self._builder.build(number, record, report)
             report.passed("digests", f"commit record, {len(record.files)} files, every chunk read")
             draft = VersionManifest(
@@ -194,42 +241,46 @@ class Publisher:
                 id_map_step=source.step,
                 saved_at_s=record.saved_at_s,
                 committed_at_s=record.committed_at_s,
-                event_time_s=None,
+                event_time_s=event_time_s,
                 model=built.model,
                 description_id=built.description_id,
                 files=built.files,
                 tables=built.tables,
                 gates=tuple(report.results),
                 published_by=self._who,
-                lease_epoch=0,
+                lease_epoch=lease_epoch,
                 started_at_s=started_at_s,
                 published_at_s=started_at_s,
             )
-            with report.guard("golden_parity"):
-                err = self._parity(self.registry, draft)
-                parity_verdict(report, err, self.policy.parity_max_abs_err)
+            self._examination.decide(report, self.registry, draft, batch)
         return replace(draft, gates=tuple(report.results))
 
     @contextmanager
-    def _refusing(self, source: Source, report: GateReport, number: int | None) -> Iterator[None]:
+    def _refusing(
+        self, source: Source, report: GateReport, number: int | None, lease_epoch: int
+    ) -> Iterator[None]:
         """Record what a gate refuses, so that the commit isn't tried for ever; drop its files."""
         try:
-            yield
+            try:
+                yield
+            except SidestageError:
+                raise
+            except Exception as e:  # one commit must not end the daemon
+                told = f"{type(e).__name__}: {e}"
+                raise GateError("build", told, SidestageError.exit_code) from e
         except GateError as e:
+            self._discard(number)
+            # Whoever has taken over since may have deleted what was missed here.
+            self.registry.check_lease(lease_epoch)
             self._refuse(source, report, number, e)
             raise
         except SidestageError:
             self._discard(number)
             raise
-        except Exception as e:  # one commit must not end the daemon
-            error = GateError("build", f"{type(e).__name__}: {e}", SidestageError.exit_code)
-            self._refuse(source, report, number, error)
-            raise error from e
 
     def _refuse(
         self, source: Source, report: GateReport, number: int | None, error: GateError
     ) -> None:
-        self._discard(number)
         gate: GateName = error.gate
         refusal = self.registry.refuse(
             Refusal(
@@ -249,7 +300,7 @@ class Publisher:
             epoch=source.epoch,
             gate=gate,
             attempt=refusal.attempt,
-            max_attempts=self.policy.max_attempts,
+            max_attempts=self.policy.release.max_attempts,
             reason=error.reason,
         )
 

@@ -1,4 +1,4 @@
-"""What the registry stores: claims, version manifests, moves of the live pointer, refusals.
+"""What the registry stores: claims, manifests, moves and the pointer, pins, refusals, the lease.
 
 Each is a sealed JSON document (`ckpt.manifest.seal`). No torch here: `publisher status`
 must start fast.
@@ -56,12 +56,13 @@ def source_of(record: CommitRecord, ref: CommitRef) -> Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """Who took a version's number, and for which commit. Numbers are never reused."""
+    """Who took a version's number, under which lease and for which commit. Numbers are never reused."""
 
     KIND: ClassVar[str] = "claim"
 
     version: int
     source: Source
+    lease_epoch: int
     who: str
     at_s: float
 
@@ -162,16 +163,16 @@ class VersionManifest:
 
 @dataclass(frozen=True)
 class Move:
-    """One move of the live pointer: `live.json` holds the newest, `history/` all of them.
+    """One move of the live pointer: the pointer holds the newest, `history/` all of them.
 
     sequence: counts the moves from 1.
     from_version, to_version: the live version before and after; None: nothing was live yet.
     canary: the canary after this move, if there is one. `canary` moves change only this.
-    source: the commit of the version that moved.
-    lease_epoch: the newest lease under which the pointer was ever moved; a publisher with an older
-        one moves it no more.
+    source: the commit of the version that moved; of the canary, if only that changed.
+    lease_epoch: the newest lease that the pointer had seen by then.
     falls_back_to: the sequence of the move that `rollback` returns to; None: there is none.
-    newest: per run, the newest commit that ever went live; older ones never do by themselves.
+    newest: per run, the newest commit that ever was live or the canary; neither it nor an older one
+        becomes that by itself.
     token: unique, so that a publisher whose reply was lost knows its own move.
     """
 
@@ -193,6 +194,64 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """`live.json`: where the pointer is, and what stops moves that were decided before.
+
+    lease_epoch: the newest lease; a publisher that holds an older one moves the pointer no more.
+    retired: versions that are being deleted; nothing moves to them and nobody can pin them.
+    changes: counts the writes, so that content never comes back: on an object store the etag may be
+        a digest of it.
+    """
+
+    KIND: ClassVar[str] = "pointer"
+
+    move: Move
+    lease_epoch: int
+    retired: tuple[int, ...]
+    changes: int
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Keeps a version from being deleted by retention until somebody removes it."""
+
+    KIND: ClassVar[str] = "version_pin"
+
+    version: int
+    who: str
+    why: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class LeaseOwner:
+    """One process that publishes. `token` is what tells it from all others."""
+
+    host: str
+    pid: int
+    token: str
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """`lease.json`: who may publish.
+
+    epoch: grows by one or more at each change of the owner.
+    beats: the owner raises it while it lives; who sees it stand still for `ttl_s` may take over.
+    released: the owner has left; the next one needn't wait.
+    """
+
+    KIND: ClassVar[str] = "lease"
+
+    epoch: int
+    owner: LeaseOwner
+    beats: int
+    ttl_s: float
+    released: bool
+    since_s: float
+
+
+@dataclass(frozen=True)
 class Refusal:
     """One attempt to publish a commit that a gate refused."""
 
@@ -208,8 +267,8 @@ class Refusal:
     at_s: float
 
 
-Document = Claim | VersionManifest | Move | Refusal
-D = TypeVar("D", Claim, VersionManifest, Move, Refusal)
+Document = Claim | VersionManifest | Move | Pointer | Pin | LeaseRecord | Refusal
+D = TypeVar("D", Claim, VersionManifest, Move, Pointer, Pin, LeaseRecord, Refusal)
 
 
 def encode(document: Document) -> bytes:

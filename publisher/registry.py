@@ -1,4 +1,4 @@
-"""The registry: immutable versions, one live pointer, history, and the refused commits.
+"""The registry: immutable versions, one live pointer, history, pins, and the refused commits.
 
 A version's number is claimed create-only, its files are written below that number, and its
 manifest comes last, create-only too. A number whose publisher died stays taken, without a
@@ -7,17 +7,21 @@ manifest: such a folder is no version, and nothing is ever written into it again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt import layout
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
 from ckpt.storage import Storage, open_storage
 from ckpt.types import Clock, SystemClock
-from publisher import keys
-from publisher.pointer import LivePointer, Reason
+from publisher import keys, retention
+from publisher.pointer import LeaseLostError, LivePointer, Reason
 from publisher.records import (
     Claim,
+    LeaseRecord,
     Move,
+    Pin,
+    Pointer,
     Refusal,
     Source,
     VersionManifest,
@@ -52,12 +56,12 @@ class Registry:
 
     # -- versions -------------------------------------------------------------------------
 
-    def claim(self, source: Source, who: str) -> int:
+    def claim(self, source: Source, who: str, lease_epoch: int = 0) -> int:
         """Take the next free version number for a commit."""
         taken = [n for n, _ in self._version_keys()]
         number = max(taken, default=0) + 1
         while True:
-            claim = Claim(number, source, who, self.clock.time())
+            claim = Claim(number, source, lease_epoch, who, self.clock.time())
             try:
                 self.storage.create(self.key(number, keys.CLAIM), encode(claim))
             except ConflictError:
@@ -66,8 +70,12 @@ class Registry:
                 return number
 
     def seal(self, manifest: VersionManifest) -> None:
-        """Write a version's manifest: from here on the version exists."""
+        """Write a version's manifest: from here on the version exists.
+
+        Raises LeaseLostError if it was made under a lease that is over.
+        """
         self.check_files(manifest)
+        self.check_lease(manifest.lease_epoch)
         self.storage.create(self.key(manifest.version, keys.MANIFEST), encode(manifest))
 
     def check_files(self, manifest: VersionManifest) -> None:
@@ -102,6 +110,7 @@ class Registry:
             manifest = decode(VersionManifest, data, key)
             if manifest.version != number:
                 raise CorruptError(f"{key}: is the manifest of version {manifest.version}")
+            _check_one_step(manifest, key)
             self._manifests[number] = manifest
         return self._manifests[number]
 
@@ -128,16 +137,38 @@ class Registry:
     # -- the live pointer -----------------------------------------------------------------
 
     def live(self) -> Move | None:
-        """The move that made the live version live; None before the first."""
+        """The newest move: it says which version is live, and which the canary. None before the first."""
+        pointer = self._pointer.read()
+        return pointer.move if pointer else None
+
+    def pointer(self) -> Pointer | None:
+        """The live pointer with what stops older moves; None before the first."""
         return self._pointer.read()
 
     def history(self) -> list[Move]:
         """All moves of the live pointer, oldest first."""
         return self._pointer.history()
 
-    def promote(self, manifest: VersionManifest, reason: Reason) -> Move | None:
-        """Make a version live; None if its commit isn't newer than all that were live."""
-        return self._pointer.publish(manifest, reason)
+    def release(
+        self,
+        manifest: VersionManifest,
+        reason: Reason,
+        *,
+        canary: bool = False,
+        lease_epoch: int = 0,
+    ) -> Move | None:
+        """A publisher's move: the version goes live, or becomes the canary if one is live already.
+
+        None if its commit isn't newer than all that were either. Raises LeaseLostError if a
+        publisher with a newer lease was here, CorruptError if the version isn't whole.
+        """
+        return self._pointer.release(
+            manifest, self._open_whole, reason, canary=canary, lease_epoch=lease_epoch
+        )
+
+    def promote(self, reason: Reason, version: int | None = None) -> Move:
+        """Make the canary live. `version`, if given, must be the canary still: ConflictError."""
+        return self._pointer.promote(version, self._open_whole, reason)
 
     def rollback(self, to: int | None, reason: Reason) -> Move:
         """Make an earlier version live: `to`, or the one that was live before the live one."""
@@ -148,6 +179,87 @@ class Registry:
         return live is None or all(
             s.run_id != source.run_id or s.order < source.order for s in live.newest
         )
+
+    # -- the lease ------------------------------------------------------------------------
+
+    def lease(self) -> LeaseRecord | None:
+        """Who may publish, as stored; CorruptError says how to mend it."""
+        key = self.prefix + keys.LEASE
+        try:
+            return decode(LeaseRecord, self.storage.read(key), key)
+        except NotFoundError:
+            return None
+        except CorruptError as e:
+            raise CorruptError(
+                f"{e}; stop all publishers of this registry, then delete it"
+            ) from None
+
+    def lease_epoch(self) -> int:
+        """The newest lease that this registry has seen; 0: there was none."""
+        lease, pointer = self.lease(), self._pointer.read()
+        return max(lease.epoch if lease else 0, pointer.lease_epoch if pointer else 0)
+
+    def check_lease(self, lease_epoch: int) -> None:
+        """LeaseLostError if there is a newer lease than this one."""
+        newest = self.lease_epoch()
+        if lease_epoch < newest:
+            raise LeaseLostError(
+                f"{self.url}: lease {newest} was taken, this publisher holds {lease_epoch}: another one "
+                f"has taken over"
+            )
+
+    def fence(self, lease_epoch: int) -> None:
+        """Stop the pointer moves of all older leases, those already decided on included."""
+        self._pointer.fence(lease_epoch)
+
+    # -- pins and retention ---------------------------------------------------------------
+
+    def pin(self, number: int, reason: Reason) -> Pin:
+        """Keep a version until `unpin`. NotFoundError if there is none, ConflictError if it has a pin."""
+        self._open_whole(number)
+        return retention.pin(self, number, reason)
+
+    def unpin(self, number: int) -> None:
+        """Remove a pin. NotFoundError if there is none."""
+        retention.unpin(self, number)
+
+    def pins(self) -> dict[int, Pin]:
+        """The pins by version; CorruptError names one that can't be read (it counts all the same)."""
+        return retention.pins(self)
+
+    def prune(self, keep: int, *, dry_run: bool = False) -> list[int]:
+        """Delete what retention doesn't keep, see `publisher.retention`; the numbers deleted."""
+        return retention.prune(self, keep, dry_run=dry_run)
+
+    def previous(self, move: Move) -> int | None:
+        """The version that a rollback from this move returns to."""
+        earlier = self._pointer.previous(move)
+        return earlier.to_version if earlier else None
+
+    def retire(self, choose: Callable[[Pointer], set[int]]) -> set[int]:
+        """Tell the pointer which versions are about to be deleted, so that nothing moves there."""
+        return self._pointer.retire(choose)
+
+    def contents(self) -> dict[int, set[str]]:
+        """Number -> the names below it that are stored, manifest or not."""
+        found: dict[int, set[str]] = {}
+        for number, name in self._version_keys():
+            found.setdefault(number, set()).add(name)
+        return found
+
+    def claimed(self, number: int) -> Claim | None:
+        """Who took a number; None if that can't be told."""
+        key = self.key(number, keys.CLAIM)
+        try:
+            return decode(Claim, self.storage.read(key), key)
+        except (NotFoundError, CorruptError):
+            return None
+
+    def delete(self, number: int, names: set[str]) -> None:
+        """Delete a version's files: the manifest first, so that what is left of it is no version."""
+        self._manifests.pop(number, None)
+        for name in sorted(names, key=lambda n: (n != keys.MANIFEST, n == keys.CLAIM, n)):
+            self.storage.delete(self.key(number, name))
 
     # -- refused commits ------------------------------------------------------------------
 
@@ -189,9 +301,24 @@ class Registry:
         return [parsed for key in found if (parsed := keys.parse_version_key(key)) is not None]
 
     def _open_whole(self, number: int) -> VersionManifest:
+        """A version's manifest as it is stored now, its files looked at."""
+        self._manifests.pop(number, None)  # it may have been deleted since it was read
         manifest = self.version(number)
         self.check_files(manifest)
         return manifest
+
+
+def _check_one_step(manifest: VersionManifest, key: str) -> None:
+    """A version is one state of the model: all of its parts are of its commit's step."""
+    steps = {
+        "its commit": manifest.source.step,
+        "the dense part": manifest.dense_step,
+        "the tables": manifest.table_step,
+        "the id maps": manifest.id_map_step,
+    }
+    if len(set(steps.values())) > 1:
+        told = ", ".join(f"{what} of step {step}" for what, step in steps.items())
+        raise CorruptError(f"{key}: its parts don't belong together: {told}; take another version")
 
 
 def open_registry(root: str, registry: str | None = None, *, must_exist: bool = False) -> Registry:

@@ -14,9 +14,12 @@ from ckpt.restore import CheckpointReader
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.trust import TrustList
 from publisher.build import VersionBuilder
+from publisher.lease import Lease
 from publisher.loading import ProgramCache
+from publisher.metric import MetricCheck, metric_in_process
 from publisher.parity import ParityCheck, parity_in_process
-from publisher.publish import Publisher, PublishPolicy
+from publisher.policy import Policy
+from publisher.publish import Publisher
 from publisher.registry import Registry
 from tests.publisher.tiny import TinyRun
 
@@ -33,6 +36,9 @@ class FakeClock:
     def monotonic(self) -> float:
         return self.now_s
 
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
 
 @dataclass
 class Bench:
@@ -42,18 +48,26 @@ class Bench:
     registry: Registry
     clock: FakeClock = field(default_factory=FakeClock)
     sink: ListSink = field(default_factory=ListSink)
-    policy: PublishPolicy = field(default_factory=PublishPolicy)
+    policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
         self.programs = ProgramCache(self.run.trust)
 
-    def publisher(self, parity: ParityCheck | None = None) -> Publisher:
+    def publisher(
+        self,
+        parity: ParityCheck | None = None,
+        *,
+        lease: Lease | None = None,
+        metric: MetricCheck | None = None,
+    ) -> Publisher:
         builder = VersionBuilder(self.run.root, self.registry, self.programs, CheckpointReader)
         return Publisher(
             builder,
             parity or partial(parity_in_process, self.programs),
             "tester@here",
             policy=self.policy,
+            lease=lease,
+            metric=metric or partial(metric_in_process, self.programs),
             sink=self.sink,
         )
 

@@ -21,6 +21,7 @@ from ckpt.command import run_command
 from ckpt.storage import LocalStorage
 from ckpt.trust import TrustList
 from publisher import cli, keys, parity
+from publisher.lease import Lease
 from publisher.registry import Registry
 from tests.publisher.conftest import Bench, make_bench
 from tests.publisher.test_server import as_input
@@ -82,7 +83,14 @@ def test_once(local: Bench, run: Run) -> None:
     assert out == "step 1 was published before as version 1, which is live\n"
     local.run.commit(2, stamped_tensors(2))
     code, out, _ = run("once", root, "--json", "--who", "me@here", "--why", "hotfix")
-    assert json.loads(out) == {"version": 2, "epoch": 1, "step": 2, "built": True, "live": True}
+    assert json.loads(out) == {
+        "version": 2,
+        "epoch": 1,
+        "step": 2,
+        "built": True,
+        "live": True,
+        "canary": False,
+    }
     assert (local.registry.history()[-1].who, local.registry.history()[-1].why) == (
         "me@here",
         "hotfix",
@@ -175,7 +183,107 @@ def test_rollback(local: Bench, run: Run) -> None:
     failed(run("rollback", root, "--to", "9"), 3, "no version 9 here; the newest are: 1, 2, 3")
 
 
-COMMANDS = ("once", "status", "rollback", "history", "serve")
+POLICY = """
+[gates]
+norm_drift_max_ratio = 100
+[release]
+canary = true
+"""
+
+
+def test_a_canary_by_policy_and_its_promotion(local: Bench, run: Run, tmp_path: Path) -> None:
+    root = local.run.root.url
+    (tmp_path / "policy.toml").write_text(POLICY)
+    local.run.commit(2, stamped_tensors(2))
+    code, out, _ = run("once", root, "--policy", str(tmp_path / "policy.toml"))
+    assert code == 0
+    assert out == (
+        "step 2 published as version 2, which is the canary: `publisher promote` makes it live\n"
+    )
+    failed(run("promote", root, "--version", "1"), 4, "the canary is version 2, not 1")
+    code, out, _ = run("promote", root, "--why", "clicks are up", "--who", "me@here")
+    assert (code, out) == (0, "version 2 (step 2) is live; was 1\n")
+    failed(run("promote", root), 3, "there is no canary to promote")
+    lines = run("history", root)[1].splitlines()
+    assert "canary    canary 2  step 2" in lines[1]
+    assert "promote   1 -> 2  step 2  me@here: clicks are up" in lines[2]
+    assert json.loads(run("rollback", root, "--json")[1])["to_version"] == 1
+
+
+def test_pins_and_retention(local: Bench, run: Run) -> None:
+    root = local.run.root.url
+    publish(local, 2, 3, 4, 5)
+    code, out, _ = run("pin", root, "2", "--who", "me@here", "--why", "audit")
+    assert (code, out) == (0, "version 2 is pinned\n")
+    failed(run("pin", root, "2"), 4, "version 2 is pinned already; unpin it first")
+    failed(run("pin", root, "9"), 3, "no version 9 here; the newest are: 1, 2, 3, 4, 5")
+    assert run("pins", root)[1].endswith("me@here: audit\n")
+    assert json.loads(run("history", root, "--json")[1])["pins"][0]["version"] == 2
+    dry = json.loads(run("prune", root, "--keep", "1", "--dry-run", "--json")[1])
+    assert dry == {"versions": [1, 3], "keep": 1, "dry_run": True}
+    assert local.registry.numbers() == [1, 2, 3, 4, 5]
+    assert run("prune", root, "--keep", "1")[1] == "versions 1, 3 deleted; 3 here\n"
+    failed(run("rollback", root, "--to", "1"), 3, "no version 1 here; the newest are: 2, 4, 5")
+    assert run("unpin", root, "2")[1] == "version 2 isn't pinned any more\n"
+    failed(run("unpin", root, "2"), 3, "version 2 isn't pinned")
+    assert run("pins", root)[1] == "nothing is pinned\n"
+    assert run("prune", root)[1] == "no version deleted; 3 here\n"  # ten are kept by default
+
+
+def test_the_policy_is_printed_with_its_defaults(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text(POLICY)
+    code, out, _ = run("policy", str(tmp_path / "policy.toml"))
+    assert code == 0
+    assert "norm_drift_max_ratio = 100.0\nmax" not in out
+    assert "parity_max_abs_err = 0.01" in out
+    (tmp_path / "printed.toml").write_text(out)
+    both = [
+        json.loads(run("policy", str(tmp_path / n), "--json")[1])
+        for n in ("policy.toml", "printed.toml")
+    ]
+    assert both[0] == both[1]
+    assert both[0]["gates"]["norm_drift_max_ratio"] == 100.0
+    assert json.loads(run("policy", "--json")[1])["retention"] == {"keep": 10}
+    (tmp_path / "wrong.toml").write_text("[gate]\nx = 1\n")
+    failed(run("policy", str(tmp_path / "wrong.toml")), 2, "unknown gate")
+    failed(run("policy", str(tmp_path / "none.toml")), 3, "no such policy file")
+
+
+def test_a_wrong_policy_publishes_nothing(local: Bench, run: Run, tmp_path: Path) -> None:
+    local.run.commit(2, stamped_tensors(2))
+    (tmp_path / "wrong.toml").write_text("[gates]\nparity = 1\n")
+    for command in ("once", "run"):
+        args = (command, local.run.root.url, "--policy", str(tmp_path / "wrong.toml"))
+        failed(run(*args), 2, "gates: missing nothing; unknown parity")
+    failed(run("once", local.run.root.url, "--policy", str(tmp_path)), 2, "not a policy file")
+    assert local.registry.numbers() == [1]
+    (tmp_path / "strict.toml").write_text("[gates]\nparity_max_abs_err = 0\n")
+    strict = ("once", local.run.root.url, "--policy", str(tmp_path / "strict.toml"))
+    failed(run(*strict), 2, "gate golden_parity: max abs error 0, allowed below 0")
+    assert run(*strict, "--max-error", "0.1")[0] == 0  # the command line goes first
+
+
+def test_once_beside_a_publisher_that_lives(local: Bench, run: Run) -> None:
+    owner = Lease(local.registry, ttl_s=2.0)
+    with owner.kept():
+        assert owner.acquire()
+        code, out, err = run("once", local.run.root.url)
+    waiting, error = err.splitlines()
+    assert (code, out) == (4, "")
+    assert waiting.startswith("waiting up to 2 s for a sign of life of pid ")
+    assert f"pid {os.getpid()} on {socket.gethostname()} (lease 1) publishes into it" in error
+    assert run("once", local.run.root.url)[0] == 0  # it has left
+
+
+@pytest.mark.parametrize("command", ["once", "run"])
+def test_a_store_on_which_publishers_cannot_exclude_each_other(
+    local: Bench, run: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStorage, "probe", lambda _: False)
+    failed(run(command, local.run.root.url), 2, "doesn't honour conditional writes")
+
+
+COMMANDS = ("once", "status", "rollback", "promote", "history", "pins", "prune", "serve")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -209,7 +317,16 @@ def test_a_port_in_use(local: Bench, run: Run) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [("once",), ("once", "r", "--max-error", "0"), ("serve", "r", "--port", "70000"), ("nothing",)],
+    [
+        ("once",),
+        ("pin", "r"),
+        ("pin", "r", "x"),
+        ("prune", "r", "--keep", "-1"),
+        ("policy", "f", "--gates"),
+        ("once", "r", "--max-error", "0"),
+        ("serve", "r", "--port", "70000"),
+        ("nothing",),
+    ],
 )
 def test_wrong_usage(args: tuple[str, ...], run: Run) -> None:
     code, out, err = run(*args)
@@ -220,7 +337,8 @@ def test_wrong_usage(args: tuple[str, ...], run: Run) -> None:
 def test_help_and_status_need_no_torch(local: Bench) -> None:
     code = (
         "import sys\nfrom ckpt.command import run_command\nfrom publisher.cli import cli\n"
-        "for args in (['--help'], ['status', ROOT], ['history', ROOT], ['rollback', '--help']):\n"
+        "for args in (['--help'], ['status', ROOT], ['history', ROOT], ['pin', ROOT, '1'],\n"
+        "             ['prune', ROOT], ['policy'], ['run', '--help']):\n"
         "    assert run_command(cli, args) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     ).replace("ROOT", repr(local.run.root.url))
@@ -334,6 +452,27 @@ def test_run_and_serve_end_to_end(
         ("publish", 3),
     ]
     assert bench.registry.version(3).gates[-1].name == "golden_parity"
+
+
+def test_a_standby_follows_a_publisher_that_was_killed(
+    local: Bench, start: Callable[..., Process]
+) -> None:
+    root = local.run.root.url
+    options = ("--interval", "0.1", "--lease-ttl", "3")
+    first = start(local, "run", root, *options)
+    assert first.wait_for("lease_taken")["epoch"] == 1
+    second = start(local, "run", root, *options)
+    assert f"pid {first.process.pid} on " in second.wait_for("standby")["reason"]
+    first.process.kill()
+    local.run.commit(2, stamped_tensors(2))
+    assert second.wait_for("lease_taken")["epoch"] == 2
+    told = second.wait_for("version_live")
+    assert (told["version"], told["event_to_live_s"]) == (2, None)
+    assert second.stop() == 0
+    assert [m.lease_epoch for m in local.registry.history()] == [0, 2]
+    lease = local.registry.lease()
+    assert lease is not None
+    assert lease.released
 
 
 def wait_for_file(path: Path) -> None:

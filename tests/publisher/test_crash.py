@@ -1,4 +1,4 @@
-"""kill -9 of a publisher at every write: the live version stays right, and nothing is lost or doubled."""
+"""kill -9 or SIGSTOP of a publisher at its writes: live stays right, and nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,33 @@ pytestmark = pytest.mark.crash
 REPO = Path(__file__).parents[2]
 
 
-def places(kind: str, folder: Path) -> list[dict[str, Any]]:
+Places = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """What was found for each place to die, by kind."""
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.publisher.kill_at", kind, str(folder)],
+        [sys.executable, "-m", "tests.publisher.kill_at", str(tmp_path_factory.mktemp("kill"))],
         capture_output=True,
         text=True,
         env=env,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found: Places = defaultdict(list)
+    for line in done.stdout.splitlines():
+        kind, place = json.loads(line)
+        found[kind].append(place)
+    return found
 
 
-def test_d54_killed_while_publishing(tmp_path: Path) -> None:
-    found = places("publish", tmp_path)
-    assert (
-        len(found) >= 12
-    )  # claim, six small files, pieces of the tables, manifest, pointer, history
+def test_d54_killed_while_publishing(places: Places) -> None:
+    found = places["publish"]
+    # Lease, its fence, claim, six small files, pieces of the tables, manifest, pointer, history, release.
+    assert len(found) >= 15
     for place in found:
         assert place["live"] == 2, place
         assert place["versions"] == [1, 2], place  # one version of each commit
@@ -45,8 +54,8 @@ def test_d54_killed_while_publishing(tmp_path: Path) -> None:
     assert set(live) == {1, 2}
 
 
-def test_d53_killed_while_rolling_back(tmp_path: Path) -> None:
-    found = places("rollback", tmp_path)
+def test_d53_killed_while_rolling_back(places: Places) -> None:
+    found = places["rollback"]
     # Before the last move is recorded again (it is there already), before the pointer moves,
     # and before that is recorded.
     assert len(found) == 3
@@ -55,3 +64,31 @@ def test_d53_killed_while_rolling_back(tmp_path: Path) -> None:
         assert place["history"] == ([1, 2] if place["live"] == 2 else [1, 2, 1]), place
         assert place["sequences"] == list(range(1, len(place["history"]) + 1)), place
     assert [place["live"] for place in found] == [2, 2, 1]
+
+
+def test_killed_while_deleting_versions(places: Places) -> None:
+    found = places["retention"]
+    assert len(found) > 10
+    for place in found:
+        assert place["numbers"] == place["stored"] == [3, 4], place
+    after = [place["after_kill"] for place in found]
+    assert after == sorted(after, key=len, reverse=True)
+    assert [list(a) for a in dict.fromkeys(map(tuple, after))] == [
+        [1, 2, 3, 4],
+        [2, 3, 4],
+        [3, 4],
+    ]
+
+
+def test_a_paused_owner_publishes_nothing_over_a_newer_one(places: Places) -> None:
+    found = places["pause"]
+    assert len(found) == 7
+    for place in found:
+        assert (place["code"], place["live_while_paused"], place["live"]) == (0, 3, 3), place
+        assert place["refusals"] == 0, place
+        moved = place["at"][0].startswith("history")
+        assert place["history"] == ([1, 2, 3] if moved else [1, 3]), place
+        assert place["epochs"] == sorted(place["epochs"]), place
+        assert ("version_live" in place["told"]) == moved, place
+        if not moved and place["at"][0] != "lease.json":  # there it had nothing yet to lose
+            assert "lease_lost" in place["told"], place

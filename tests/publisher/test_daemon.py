@@ -14,6 +14,7 @@ from ckpt.trust import TrustList
 from publisher import keys
 from publisher.daemon import Daemon, Pace
 from publisher.pointer import Reason
+from publisher.policy import Policy, RetentionPolicy
 from publisher.publish import Publisher
 from publisher.registry import Registry
 from tests.faults import FaultyStorage
@@ -235,6 +236,45 @@ def test_a_record_that_cannot_be_read_is_told_once(bench: Bench) -> None:
     run_daemon(bench, nothing, nothing, nothing)
     assert len(bench.sink.named("commit_corrupt")) == 1
     assert live_steps(bench) == [1]
+
+
+def test_retention_follows_each_version(bench: Bench) -> None:
+    bench.policy = Policy(retention=RetentionPolicy(keep=1))
+    run_daemon(
+        bench,
+        *[
+            lambda step=step: bench.run.commit(step, random_tensors(step))  # type: ignore[misc]
+            for step in (1, 2, 3, 4)
+        ],
+    )
+    assert bench.registry.numbers() == [3, 4]
+    assert [e["versions"] for e in bench.sink.named("versions_deleted")] == [[1], [2]]
+
+
+def test_a_failure_to_delete_stops_nobody(trust: TrustList) -> None:
+    faulty = FaultyStorage(MemoryStorage())
+    bench = make_bench(faulty, trust)
+    bench.policy = Policy(retention=RetentionPolicy(keep=1))
+    faulty.on("delete", "serving/versions/*").fail(StorageError("403"))
+    run_daemon(
+        bench,
+        *[
+            lambda step=step: bench.run.commit(step, random_tensors(step))  # type: ignore[misc]
+            for step in (1, 2, 3, 4)
+        ],
+    )
+    assert len(bench.sink.named("deleting_failed")) == 1
+    assert bench.sink.named("publish_failed") == []
+    assert bench.registry.numbers() == [3, 4]
+
+
+def test_freshness_is_told_when_a_version_goes_live(bench: Bench) -> None:
+    annotations = {"serving_description": "d1", "event_time_s": "990.5"}
+    bench.run.commit(1, random_tensors(1), annotations=annotations)
+    run_daemon(bench, nothing)
+    (told,) = bench.sink.named("version_live")
+    # Committed at 11 and trained up to 990.5, by the clock that says 1000 now.
+    assert (told["commit_to_live_s"], told["event_to_live_s"]) == (989.0, 9.5)
 
 
 def test_stops_between_two_candidates(bench: Bench) -> None:

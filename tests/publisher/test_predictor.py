@@ -177,9 +177,9 @@ def test_d55_a_slow_copy_is_loaded_when_it_is_whole(trust: TrustList, order: str
     for key in copy_version(1):
         copy(key)
     first = bench.registry.history()[0]
-    from publisher.records import encode
+    from publisher.records import Pointer, encode
 
-    target.put("serving/live.json", encode(first))
+    target.put("serving/live.json", encode(Pointer(first, 0, (), 0)))
     predictor = Predictor(copied, trust=trust)
     target.put("serving/live.json", bench.run.root.read("serving/live.json"))
     names = copy_version(2)

@@ -28,6 +28,7 @@ from publisher import keys
 from publisher.build import VersionBuilder
 from publisher.gates import GateError
 from publisher.loading import ProgramCache
+from publisher.policy import GateLimits, Policy
 from publisher.predictor import Predictor
 from publisher.publish import Publisher
 from publisher.records import VersionManifest
@@ -78,6 +79,8 @@ def test_a_commit_becomes_a_live_version(any_storage: Storage, trust: TrustList)
         "names_and_shapes",
         "coverage",
         "finite",
+        "norm_drift",
+        "dequantisation",
         "golden_parity",
     }
     assert all(g.passed for g in manifest.gates)
@@ -114,6 +117,19 @@ def test_the_same_commit_is_published_once(bench: Bench) -> None:
     assert (again.version, again.built, again.live) == (1, False, True)
     assert bench.registry.numbers() == [1]
     assert len(bench.registry.history()) == 1
+
+
+def test_d52_every_part_of_a_version_is_of_one_commit(bench: Bench) -> None:
+    """An older commit is published while a newer one exists: nothing of the newer one gets in."""
+    for step in (100, 200):
+        bench.run.commit(step, stamped_tensors(step / 100))
+    bench.publish(100)
+    manifest = bench.registry.version(1)
+    parts = (manifest.dense_step, manifest.table_step, manifest.id_map_step)
+    assert (manifest.source.step, *parts) == (100, 100, 100, 100)
+    got = Predictor(bench.registry, trust=bench.run.trust).predict(GOLDEN)
+    for output in ("user_stamp", "genre_stamp", "dense_stamp"):
+        assert got.outputs[output][0] == 1.0
 
 
 def candidates(bench: Bench) -> list[int]:
@@ -396,6 +412,7 @@ def test_gate_golden_parity_sees_what_int8_does_to_a_wide_row(live_bench: Bench)
     """One huge value in a row takes the steps from the others: finite, and wrong all the same."""
     tensors = random_tensors()
     tensors[USER][3, 1] = 60_000.0
+    live_bench.policy = Policy(gates=GateLimits(norm_drift_max_ratio=1e9))
     live_bench.run.commit(2, tensors)
     refused(live_bench, "golden_parity", "max abs error")
 

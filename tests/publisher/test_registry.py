@@ -13,6 +13,7 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.types import FileEntry
 from publisher import keys
+from publisher.lease import Lease
 from publisher.pointer import Reason
 from publisher.records import Move, Refusal, Source, VersionManifest, decode, encode
 from publisher.registry import Registry
@@ -30,9 +31,11 @@ def registry_in(storage: Storage) -> Registry:
     return Registry(storage, clock=FakeClock())
 
 
-def make_version(registry: Registry, of: Source) -> VersionManifest:
-    """A version with one file and nothing in it."""
-    number = registry.claim(of, WHY.who)
+def make_version(registry: Registry, of: Source, lease_epoch: int | None = None) -> VersionManifest:
+    """A version with one file and nothing in it; under the newest lease, if not told otherwise."""
+    if lease_epoch is None:
+        lease_epoch = registry.lease_epoch()
+    number = registry.claim(of, WHY.who, lease_epoch)
     registry.storage.create(registry.key(number, "file"), b"content")
     manifest = VersionManifest(
         version=number,
@@ -50,7 +53,7 @@ def make_version(registry: Registry, of: Source) -> VersionManifest:
         tables=(),
         gates=(),
         published_by=WHY.who,
-        lease_epoch=0,
+        lease_epoch=lease_epoch,
         started_at_s=3.0,
         published_at_s=4.0,
     )
@@ -58,8 +61,9 @@ def make_version(registry: Registry, of: Source) -> VersionManifest:
     return manifest
 
 
-def go_live(registry: Registry, of: Source) -> Move | None:
-    return registry.promote(make_version(registry, of), WHY)
+def go_live(registry: Registry, of: Source, *, canary: bool = False) -> Move | None:
+    made = make_version(registry, of)
+    return registry.release(made, WHY, canary=canary, lease_epoch=made.lease_epoch)
 
 
 @pytest.fixture
@@ -177,7 +181,7 @@ def test_d53_an_older_commit_never_goes_live_by_itself(registry: Registry) -> No
 def test_d53_rollback_stays_until_a_newer_commit(registry: Registry) -> None:
     made = [make_version(registry, source(step)) for step in (1, 2, 3)]
     for manifest in made:
-        registry.promote(manifest, WHY)
+        registry.release(manifest, WHY)
     move = registry.rollback(None, Reason("op@here", "bad clicks"))
     assert (move.kind, move.from_version, move.to_version, move.why) == (
         "rollback",
@@ -185,7 +189,7 @@ def test_d53_rollback_stays_until_a_newer_commit(registry: Registry) -> None:
         2,
         "bad clicks",
     )
-    assert registry.promote(made[2], WHY) is None  # what the daemon would do: nothing
+    assert registry.release(made[2], WHY) is None  # what the daemon would do: nothing
     assert live_version(registry) == 2
     go_live(registry, source(4))
     assert live_version(registry) == 4
@@ -272,7 +276,7 @@ def test_racing_publishers_make_one_history(any_storage: Storage) -> None:
 
     def promote(manifest: VersionManifest) -> None:
         start.wait()
-        registry_in(any_storage).promote(manifest, WHY)
+        registry_in(any_storage).release(manifest, WHY)
 
     threads = [threading.Thread(target=promote, args=(m,)) for m in made]
     for t in threads:
@@ -301,6 +305,243 @@ def test_a_damaged_pointer_says_how_to_mend_it(registry: Registry) -> None:
     assert (move.sequence, move.from_version, move.to_version) == (3, None, 2)
     assert go_live(registry, source(1)) is None  # the history still knows what was live
     assert go_live(registry, source(3)) is not None
+
+
+# -- canary ---------------------------------------------------------------------------------
+
+
+def state(registry: Registry) -> tuple[int, int | None]:
+    """(live, canary)"""
+    live = registry.live()
+    assert live is not None
+    return live.to_version, live.canary
+
+
+def test_a_canary_is_promoted_and_rollback_undoes_it(registry: Registry) -> None:
+    go_live(registry, source(1), canary=True)
+    assert state(registry) == (
+        1,
+        None,
+    )  # with nothing live there is nothing to compare a canary with
+    go_live(registry, source(2), canary=True)
+    go_live(registry, source(3), canary=True)
+    assert state(registry) == (1, 3)  # a new one replaces the old one
+    with pytest.raises(ConflictError, match="the canary is version 3, not 2"):
+        registry.promote(WHY, 2)
+    move = registry.promote(Reason("op@here", "looks good"), 3)
+    assert (move.kind, move.from_version, move.to_version) == ("promote", 1, 3)
+    assert state(registry) == (3, None)
+    assert registry.rollback(None, WHY).to_version == 1
+    with pytest.raises(NotFoundError, match="no version was live before version 1"):
+        registry.rollback(None, WHY)
+    with pytest.raises(NotFoundError, match="there is no canary to promote"):
+        registry.promote(WHY)
+    assert [(m.kind, m.to_version, m.canary, m.source.step) for m in registry.history()] == [
+        ("publish", 1, None, 1),
+        ("canary", 1, 2, 2),
+        ("canary", 1, 3, 3),
+        ("promote", 3, None, 3),
+        ("rollback", 1, None, 1),
+    ]
+
+
+def test_d53_a_canary_neither_comes_back_nor_goes_live_by_itself(registry: Registry) -> None:
+    go_live(registry, source(1))
+    canary = make_version(registry, source(3))
+    registry.release(canary, WHY, canary=True)
+    assert registry.release(canary, WHY, canary=True) is None
+    assert registry.release(canary, WHY, canary=False) is None
+    assert go_live(registry, source(2)) is None
+    assert not registry.is_newer(source(3), registry.live())
+    assert state(registry) == (1, canary.version)
+
+
+def test_rollback_leaves_the_canary_unless_it_goes_live(registry: Registry) -> None:
+    for step in (1, 2):
+        go_live(registry, source(step))
+    go_live(registry, source(3), canary=True)
+    registry.rollback(None, WHY)
+    assert state(registry) == (1, 3)
+    registry.rollback(3, WHY)  # by name
+    assert state(registry) == (3, None)
+    registry.rollback(None, WHY)
+    assert state(registry) == (1, None)
+
+
+def test_a_newer_version_that_goes_live_directly_ends_the_canary(registry: Registry) -> None:
+    go_live(registry, source(1))
+    go_live(registry, source(2), canary=True)
+    go_live(registry, source(3))
+    assert state(registry) == (3, None)
+    assert registry.rollback(None, WHY).to_version == 1
+
+
+# -- pins and retention ---------------------------------------------------------------------
+
+
+def test_pins_tell_who_and_why_and_stay_until_removed(registry: Registry) -> None:
+    go_live(registry, source(1))
+    made = registry.pin(1, Reason("op@here", "audit"))
+    assert registry_in(registry.storage).pins() == {1: made}
+    assert (made.who, made.why, made.at_s) == ("op@here", "audit", 1000.0)
+    with pytest.raises(ConflictError, match="version 1 is pinned already"):
+        registry.pin(1, WHY)
+    with pytest.raises(NotFoundError, match="no version 9 here"):
+        registry.pin(9, WHY)
+    registry.unpin(1)
+    assert registry.pins() == {}
+    with pytest.raises(NotFoundError, match="version 1 isn't pinned"):
+        registry.unpin(1)
+
+
+def stored_numbers(registry: Registry) -> list[int]:
+    return sorted(registry.contents())
+
+
+def test_retention_keeps_what_may_be_needed(registry: Registry) -> None:
+    for step in range(1, 9):
+        go_live(registry, source(step))
+    registry.pin(2, WHY)
+    registry.rollback(4, WHY)  # live 4, and rollback from there leads to 3
+    go_live(registry, source(9), canary=True)
+    go_live(registry, source(10, run_id="other"), canary=True)
+    assert registry.prune(0) == []
+    assert registry.prune(1, dry_run=True) == [1, 5, 6, 7, 8, 9]
+    assert registry.numbers() == list(range(1, 11))
+    assert registry.prune(1) == [1, 5, 6, 7, 8, 9]
+    assert registry.numbers() == stored_numbers(registry) == [2, 3, 4, 10]
+    assert state(registry) == (4, 10)
+    assert registry.rollback(None, WHY).to_version == 3
+    with pytest.raises(NotFoundError, match="no version 1 here; the newest are: 2, 3, 4, 10"):
+        registry.rollback(1, WHY)
+    assert registry.claim(source(11), "x") == 11  # numbers aren't reused
+
+
+def test_d53_rollback_to_a_version_that_retention_deleted(registry: Registry) -> None:
+    for step in (1, 2, 3):
+        go_live(registry, source(step))
+    other = registry_in(registry.storage)
+    assert other.version(1).version == 1  # it has read the manifest before
+    assert registry.prune(1) == [1]
+    other.rollback(None, WHY)
+    with pytest.raises(
+        NotFoundError, match="version 1 was live before, but is gone: .*; name one with --to"
+    ):
+        other.rollback(None, WHY)
+    with pytest.raises(NotFoundError, match="no version 1 here"):
+        other.rollback(1, WHY)
+    assert live_version(registry) == 2
+
+
+def test_retention_killed_anywhere_is_finished_by_the_next(any_storage: Storage) -> None:
+    faulty = FaultyStorage(any_storage)
+    for step in range(1, 5):
+        go_live(registry_in(any_storage), source(step))
+    for n in range(1, 4):
+        faulty.on("delete", "*versions/*").nth(n).fail(StorageError("killed"))
+        with pytest.raises(StorageError, match="killed"):
+            registry_in(faulty).prune(1)
+        fresh = registry_in(any_storage)
+        assert set(fresh.numbers()) >= {3, 4}
+        assert all(fresh.check_files(fresh.version(v)) is None for v in fresh.numbers())
+    registry_in(any_storage).prune(1)
+    assert stored_numbers(registry_in(any_storage)) == [3, 4]
+
+
+def test_nothing_moves_to_a_version_that_is_being_deleted(any_storage: Storage) -> None:
+    """A rollback that had looked at the version before retention told the pointer loses, and is told."""
+    faulty = FaultyStorage(any_storage)
+    for step in (1, 2, 3):
+        go_live(registry_in(any_storage), source(step))
+    gate = faulty.on("replace_if", "*live.json").block()
+    raised: list[BaseException] = []
+
+    def roll_back() -> None:
+        try:
+            registry_in(faulty).rollback(1, WHY)
+        except NotFoundError as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=roll_back)
+    thread.start()
+    gate.wait_reached()
+    stuck = FaultyStorage(any_storage)
+    stuck.on("delete", "*manifest.json").fail(StorageError("killed"))
+    with pytest.raises(StorageError):
+        registry_in(stuck).prune(1)
+    gate.open()
+    thread.join()
+    assert "version 1 is being deleted by retention" in str(raised[0])
+    with pytest.raises(NotFoundError, match="version 1 is being deleted"):
+        registry_in(any_storage).pin(1, WHY)
+    assert registry_in(any_storage).pins() == {}
+    assert live_version(registry_in(any_storage)) == 3
+
+
+def test_the_pointer_never_has_the_same_content_twice(registry: Registry) -> None:
+    """Else an etag that is a digest of it would let a move through that was decided long ago."""
+    for step in (1, 2, 3):
+        go_live(registry, source(step))
+    seen = {registry.storage.read("serving/live.json")}
+    registry.prune(1)
+    seen.add(registry.storage.read("serving/live.json"))
+    registry.prune(1)  # nothing is being deleted any more, as before the first one
+    seen.add(registry.storage.read("serving/live.json"))
+    assert len(seen) == 3
+    pointer = registry.pointer()
+    assert pointer is not None
+    assert (pointer.retired, pointer.changes) == ((), 4)
+
+
+def test_a_pin_set_while_retention_begins_is_honoured(any_storage: Storage) -> None:
+    faulty = FaultyStorage(any_storage)
+    for step in (1, 2, 3):
+        go_live(registry_in(any_storage), source(step))
+    gate = faulty.on("replace_if", "*live.json").block()
+    deleted: list[int] = []
+    thread = threading.Thread(target=lambda: deleted.extend(registry_in(faulty).prune(1)))
+    thread.start()
+    gate.wait_reached()  # it has looked for pins, and not told the pointer yet
+    registry_in(any_storage).pin(1, WHY)
+    gate.open()
+    thread.join()
+    assert deleted == []
+    registry = registry_in(any_storage)
+    assert registry.numbers() == [1, 2, 3]
+    assert registry.rollback(1, WHY).to_version == 1  # nothing is held against it
+
+
+def test_what_dead_publishers_left_is_cleared_away(registry: Registry) -> None:
+    """Half a version goes once its lease is over; what is in the making under the current one stays."""
+    for epoch in (1, 2):
+        half = registry.claim(source(epoch), "x", epoch)
+        registry.storage.create(registry.key(half, keys.DENSE), b"half")
+    lease = Lease(registry)
+    assert lease.acquire()
+    lease.release()
+    assert lease.acquire()  # lease 2
+    go_live(registry, source(9))
+    high = registry.claim(source(10), "x", 1)
+    assert registry.prune(5) == []
+    assert stored_numbers(registry) == [2, 3, high]
+
+
+# -- D52 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["dense_step", "table_step", "id_map_step"])
+def test_d52_a_version_of_two_steps_is_refused(registry: Registry, part: str) -> None:
+    made = make_version(registry, source(200))
+    number = registry.claim(source(100), "x")
+    registry.storage.create(registry.key(number, "file"), b"content")
+    mixed = replace(made, version=number, source=source(100), dense_step=100, table_step=100)
+    mixed = replace(replace(mixed, id_map_step=100), **{part: 200})  # type: ignore[arg-type]
+    registry.storage.create(registry.key(number, keys.MANIFEST), encode(mixed))
+    with pytest.raises(CorruptError, match=r"don't belong together: .* of step 200"):
+        registry.version(number)
+    with pytest.raises(CorruptError, match="don't belong together"):
+        registry.release(mixed, WHY)
+    assert registry.live() is None
 
 
 # -- refusals -------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Which versions are deleted, and how that stays safe against kills and moves of the pointer.
+
+Kept are the newest so many, the live version, the canary, what a rollback would return to, what is
+pinned, and what is in the making under the current lease. Deleting goes in this order:
+
+1. The pointer is told what is to go, by compare-and-set. From here on nothing moves there, and a move
+   that was decided before loses; pins that were set before are found now, later ones are refused.
+2. Per version the manifest, so that the rest is no version; then its files; its claim last.
+
+Whoever is killed in between leaves what the pointer was told; the next one deletes that first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ckpt.errors import ConflictError, NotFoundError, StorageError
+from publisher import keys
+from publisher.records import Pin, decode, encode
+
+if TYPE_CHECKING:
+    from publisher.pointer import Reason
+    from publisher.records import Pointer
+    from publisher.registry import Registry
+
+
+def pin(registry: Registry, number: int, reason: Reason) -> Pin:
+    """Set a pin on a version that is there. ConflictError if it has one."""
+    made = Pin(number, reason.who, reason.why, registry.clock.time())
+    key = registry.prefix + keys.pin_key(number)
+    try:
+        registry.storage.create(key, encode(made))
+    except ConflictError:
+        raise ConflictError(f"version {number} is pinned already; unpin it first") from None
+    # Retention tells the pointer first and then looks for pins: one of the two sees the other.
+    pointer = registry.pointer()
+    if pointer is not None and number in pointer.retired:
+        with suppress(StorageError):
+            registry.storage.delete(key)
+        raise NotFoundError(f"{registry.url}: version {number} is being deleted by retention")
+    return made
+
+
+def unpin(registry: Registry, number: int) -> None:
+    """Remove a pin, readable or not. NotFoundError if there is none."""
+    key = registry.prefix + keys.pin_key(number)
+    try:
+        registry.storage.stat(key)
+    except NotFoundError:
+        raise NotFoundError(f"{registry.url}: version {number} isn't pinned") from None
+    registry.storage.delete(key)
+
+
+def pins(registry: Registry) -> dict[int, Pin]:
+    """The pins by version; CorruptError names one that can't be read."""
+    found = {}
+    for number in sorted(pinned(registry)):
+        key = registry.prefix + keys.pin_key(number)
+        with suppress(NotFoundError):
+            found[number] = decode(Pin, registry.storage.read(key), key)
+    return found
+
+
+def pinned(registry: Registry) -> set[int]:
+    """The versions that have a pin, readable or not."""
+    found = registry.storage.list(registry.prefix + keys.PINS)
+    names = (keys.parse_pin_key(o.key.removeprefix(registry.prefix)) for o in found)
+    return {n for n in names if n is not None}
+
+
+def expendable(versions: Collection[int], keep: int, protected: Collection[int]) -> set[int]:
+    """The versions that are neither among the newest `keep` nor protected; none if `keep` is 0."""
+    if keep == 0:
+        return set()
+    return set(sorted(versions)[:-keep]) - set(protected)
+
+
+def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
+    """Delete what isn't kept; `keep` 0 keeps all. The versions deleted, or that would be.
+
+    A number whose publisher died without a manifest is cleared away too, but isn't counted.
+    """
+    if keep == 0:
+        return []
+    stored = registry.contents()
+    versions = {n for n, names in stored.items() if keys.MANIFEST in names}
+
+    def choose(pointer: Pointer) -> set[int]:
+        move = pointer.move
+        named = {n for n in (move.to_version, move.canary, registry.previous(move)) if n}
+        doomed = expendable(versions, keep, named | pinned(registry))
+        # What an earlier one didn't get through with.
+        return doomed | {n for n in pointer.retired if n in stored}
+
+    if dry_run:
+        pointer = registry.pointer()
+        return sorted(choose(pointer)) if pointer else []
+    retired = registry.retire(choose)
+    if late := retired & pinned(registry):  # set between the choice and the telling
+        registry.retire(lambda pointer: set(pointer.retired) - late)
+        retired -= late
+    for number in sorted(retired):
+        registry.delete(number, stored[number])
+    for number in _abandoned(registry, stored, versions):
+        registry.delete(number, stored[number])
+    return sorted(retired & versions)
+
+
+def _abandoned(registry: Registry, stored: dict[int, set[str]], versions: set[int]) -> list[int]:
+    """Numbers without a manifest that nobody works on: those of older leases.
+
+    Only below the newest version: were the highest number cleared away, it would be taken again.
+    """
+    newest, current = max(versions, default=0), registry.lease_epoch()
+    found = []
+    for number in sorted(stored.keys() - versions):
+        claim = registry.claimed(number)
+        if number < newest and (claim is None or claim.lease_epoch < current):
+            found.append(number)
+    return found
