@@ -9,6 +9,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from ckpt.config import access_token
 from ckpt.errors import NotFoundError
 from ckpt.storage import Storage, open_storage
 from publisher.registry import Registry, open_registry
+
+Command = Callable[..., None]
 
 if TYPE_CHECKING:
     from ckpt.types import EventSink
@@ -103,6 +107,35 @@ def once(
     )
 
 
+def _page_options(*, prefix: str) -> Callable[[Command], Command]:
+    """Where the status page is, and who may use it."""
+    port: dict[str, Any] = {"help": "Serve the status page here; 0 takes a free port."}
+    if not prefix:
+        port = {"default": 8081, "show_default": True, "help": "0 takes a free one."}
+
+    def add(command: Command) -> Command:
+        for option in (
+            click.option(
+                f"--{prefix}token-file",
+                "page_token_file",
+                type=click.Path(path_type=Path),
+                help="The page needs this file's token. Default: $SIDESTAGE_TOKEN; else none.",
+            ),
+            click.option(
+                f"--{prefix}host",
+                "page_host",
+                default="127.0.0.1",
+                show_default=True,
+                help="Address the page listens on; others than this host's own need a token.",
+            ),
+            click.option(f"--{prefix}port", "page_port", type=click.IntRange(0, 65535), **port),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
 @cli.command()
 @click.argument("root")
 @_registry
@@ -113,6 +146,7 @@ def once(
     show_default=True,
     help="Seconds between two looks.",
 )
+@_page_options(prefix="page-")
 @_max_error
 @_who
 @_json_flag
@@ -120,6 +154,7 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
     """Publish commits as they appear, until SIGTERM or SIGINT; what was begun is finished.
 
     May be started before the trainer. When behind, takes the newest commit and skips the rest.
+    With --page-port a status page with a roll-back button is served beside it.
     """
     from publisher.daemon import Daemon, Pace
 
@@ -131,7 +166,26 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
     def open_publisher() -> Publisher:
         return _open_publisher(_open_root(root), open_registry(root, registry), sink, options)
 
-    Daemon(open_publisher, stop.wait, pace=Pace(interval_s=interval), sink=sink).run()
+    with _status_page(root, registry, sink, options):
+        Daemon(open_publisher, stop.wait, pace=Pace(interval_s=interval), sink=sink).run()
+    sink.emit("stopped")
+
+
+@cli.command()
+@click.argument("root")
+@_registry
+@_page_options(prefix="")
+@_who
+@_json_flag
+def page(root: str, registry: str | None, as_json: bool, **options: Any) -> None:
+    """The status page without a publisher: what is live, why, how fresh, and a roll-back button."""
+    sink = LineSink(as_json=as_json)
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    _open_existing(root, registry)
+    with _status_page(root, registry, sink, options):
+        stop.wait()
     sink.emit("stopped")
 
 
@@ -362,6 +416,37 @@ def _open_publisher(
         policy=PublishPolicy(parity_max_abs_err=options["max_error"]),
         sink=sink,
     )
+
+
+@contextmanager
+def _status_page(
+    root: str, registry: str | None, sink: EventSink, options: dict[str, Any]
+) -> Iterator[None]:
+    """The status page while the block runs, if a port is given for it."""
+    port, host = options["page_port"], options["page_host"]
+    if port is None:
+        yield
+        return
+    from publisher.httpd import bind
+    from publisher.overview import Overview
+    from publisher.page import PageThread, StatusPage, check_exposure
+
+    token = access_token(options["page_token_file"])
+    check_exposure(host, token)
+
+    def open_overview() -> Overview:
+        return Overview(_open_root(root), open_registry(root, registry))
+
+    shown = StatusPage(open_overview, options["who"] or _user_at_host(), token=token)
+    sock = bind(host, port)
+    thread = PageThread(shown, sock, sink)
+    thread.start()
+    taken = sock.getsockname()[1]
+    sink.emit("page", url=f"http://{f'[{host}]' if ':' in host else host}:{taken}/", port=taken)
+    try:
+        yield
+    finally:
+        thread.stop()
 
 
 def _user_at_host() -> str:
