@@ -129,7 +129,7 @@ class StatusPage:
         return handler
 
     def _check_host(self, request: Request) -> None:
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        name = _host_in(f"//{request.headers.get('host', '')}")
         if self._token is None and name not in self._names and not _is_address(name):
             raise HttpError(
                 403, f"host {name!r}: without a token this page answers by IP address or localhost"
@@ -189,7 +189,7 @@ class StatusPage:
         """The body of a request that may change something, and its reason for the history."""
         headers = request.headers
         origin = headers.get("origin")
-        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        own = origin is None or origin.partition("://")[2] == headers.get("host")
         site = headers.get("sec-fetch-site", "same-origin")
         if not own or site != "same-origin" or headers.get("x-sidestage") != "page":
             raise HttpError(
@@ -270,6 +270,14 @@ def _text_in(doc: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or len(value) > _TEXT_CHARACTERS or not value.isprintable():
         raise BadInputError(f"{name}: give one line of at most {_TEXT_CHARACTERS} characters")
     return value.strip()
+
+
+def _host_in(url: str) -> str:
+    """The host that a URL names, without its port; empty if it is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_address(name: str, *, loopback: bool = False) -> bool:

@@ -56,7 +56,6 @@ export function drawBars(svg, bars, unit, chosen, pick) {
       nodes.push(shape("rect", {
         x: LEFT + i * slot + gap / 2, y: at, width: Math.max(1, Math.min(slot - gap, 28)),
         height: y(0) - at, rx: Math.min(2, slot / 4), class: `bar ${bar.kind}`,
-        "pointer-events": "none",
       }));
     }
     if ((bars.length - 1 - i) % every === 0) {

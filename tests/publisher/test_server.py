@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import httpx
@@ -15,9 +19,12 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from ckpt.command import run_command
 from ckpt.errors import BadInputError
 from ckpt.events import ListSink, chain
-from publisher import keys
+from ckpt.storage import LocalStorage
+from ckpt.trust import TrustList
+from publisher import cli, keys
 from publisher.answers import AnswerLog, record_answer
 from publisher.hosting import FirstAnswers, ModelHost
 from publisher.httpd import AddressError, HttpServer, TokenGate, bind
@@ -27,8 +34,15 @@ from publisher.pointer import Reason
 from publisher.predictor import Predictor
 from publisher.records import VersionManifest, decode, encode
 from publisher.server import OPEN_PATHS, InferenceApp, ServerLimits
-from tests.publisher.conftest import Bench, FakeClock
-from tests.publisher.tiny import GOLDEN, flip_byte, random_tensors, request, stamped_tensors
+from tests.publisher.conftest import Bench, FakeClock, make_bench
+from tests.publisher.tiny import (
+    GOLDEN,
+    TinyRun,
+    flip_byte,
+    random_tensors,
+    request,
+    stamped_tensors,
+)
 
 DEADLINE_S = 60
 
@@ -458,3 +472,75 @@ def test_a_port_in_use_and_a_host_that_is_none() -> None:
         bind("no.such.host.invalid", 0)
     with pytest.raises(AddressError, match=r"192\.0\.2\.1:0"):
         bind("192.0.2.1", 0)
+
+
+def test_the_command_passes_its_options_on(
+    tmp_path: Path, trust: TrustList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: the server runs here, on the main thread, until a client is done with it."""
+    bench = make_bench(LocalStorage(tmp_path / "root"), trust)
+    publish(bench, 1)
+    monkeypatch.setenv("SIDESTAGE_TRUST_FILE", str(trust.path))
+    monkeypatch.setenv("SIDESTAGE_TOKEN", "of-the-environment")
+    token = tmp_path / "token"
+    token.write_text("of-the-file\n")
+    body = {"inputs": [as_input(n, t) for n, t in GOLDEN.items()]}
+
+    def serve(*args: str, bearer: str) -> list[int]:
+        """Statuses of a small, a large and a malformed request."""
+        events: Queue[tuple[str, dict[str, Any]]] = Queue()
+        got: list[int] = []
+
+        class Sink:
+            def __init__(self, *, as_json: bool) -> None:
+                assert not as_json
+
+            def emit(self, name: str, /, **fields: Any) -> None:
+                events.put((name, fields))
+
+        def ask() -> None:
+            try:
+                told: dict[str, Any] = {}
+                while not {"listening", "version_loaded"} <= set(told):
+                    name, told[name] = events.get(timeout=DEADLINE_S)
+                path = f"{told['listening']['url']}/v2/models/tiny/infer"
+                with httpx.Client(trust_env=False, headers={"Authorization": bearer}) as client:
+                    got.append(client.post(path, json=body).status_code)
+                    got.append(client.post(path, content=b"{}" + b" " * (1 << 20)).status_code)
+                    got.append(client.post(path, content=b"{}").status_code)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(cli, "LineSink", Sink)
+        before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            argv = ["serve", bench.run.root.url, "--port", "0", "--interval", "0.02", *args]
+            assert run_command(cli.cli, argv) == 0
+        finally:
+            thread.join(DEADLINE_S)
+            for s, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+                signal.signal(s, handler)
+        return got
+
+    assert serve("--no-record", bearer="Bearer of-the-environment") == [200, 400, 400]
+    assert AnswerLog(bench.registry).of([1]) == {}
+    small = ("--token-file", str(token), "--max-body-mib", "1", "--max-numbers", "20")
+    assert serve(*small, bearer="Bearer of-the-environment") == [401, 401, 401]
+    assert serve(*small, bearer="Bearer of-the-file") == [400, 413, 400]
+    assert serve("--token-file", str(token), bearer="Bearer of-the-file")[0] == 200
+    assert [a.at_start for a in AnswerLog(bench.registry).of([1])[1]] == [True]
+
+
+def test_a_token_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TinyRun(LocalStorage(tmp_path / "root"), TrustList(tmp_path / "trust")).begin()
+    serve = ["serve", str(tmp_path / "root"), "--port", "0"]
+    assert run_command(cli.cli, [*serve, "--token-file", str(tmp_path / "none")]) == 3
+    (tmp_path / "two").write_text("two words")
+    assert run_command(cli.cli, [*serve, "--token-file", str(tmp_path / "two")]) == 2
+    monkeypatch.setenv("SIDESTAGE_TOKEN", "")
+    assert run_command(cli.cli, serve) == 2
+    assert "SIDESTAGE_TOKEN: holds no token" in capsys.readouterr().err
