@@ -10,7 +10,7 @@ that it was trained on, which says how old its knowledge is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ from publisher.records import VersionManifest
 from publisher.registry import Registry
 
 ANSWERS = "answers/"
-_KEY = re.compile(r"answers/(\d{6,})/([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
+_KEY = re.compile(r"answers/\d{6,}/[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.json")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,12 @@ def host_id(name: str) -> str:
     return cleaned[:100] or "host"
 
 
+def answers_prefix(version: int) -> str:
+    return f"{ANSWERS}{version:06d}/"
+
+
 def answer_key(version: int, host: str) -> str:
-    return f"{ANSWERS}{version:06d}/{host}.json"
+    return f"{answers_prefix(version)}{host}.json"
 
 
 def record_answer(registry: Registry, answer: FirstAnswer) -> None:
@@ -89,28 +93,33 @@ class AnswerLog:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._listed: dict[int, list[str]] = {}
         self._read: dict[str, FirstAnswer | None] = {}
 
-    def of(self, versions: Iterable[int], most: int = 500) -> dict[int, list[FirstAnswer]]:
+    def of(
+        self, versions: Iterable[int], *, settled: Collection[int] = (), most: int = 500
+    ) -> dict[int, list[FirstAnswer]]:
         """By version, the first of them first; `most` records in all, those of newer versions.
 
-        A record that can't be read is left out: it stops nobody.
+        settled: versions that get no more first answers: listed once. A record that can't be read
+        is left out: it stops nobody.
         """
-        wanted = set(versions)
-        prefix = self._registry.prefix
-        keys: list[tuple[int, str]] = []
-        for info in self._registry.storage.list(prefix + ANSWERS):
-            m = _KEY.fullmatch(info.key.removeprefix(prefix))
-            if m and int(m[1]) in wanted and answer_key(int(m[1]), m[2]) == m[0]:
-                keys.append((int(m[1]), info.key))
         found: dict[int, list[FirstAnswer]] = {}
-        for version, key in sorted(keys, reverse=True)[:most]:
-            answer = self._answer(version, key)
-            if answer is not None:
-                found.setdefault(version, []).append(answer)
-        for answers in found.values():
-            answers.sort(key=lambda a: a.first_answered_at_s)
+        for version in sorted(set(versions), reverse=True):
+            keys = self._keys(version, again=version not in settled)[:most]
+            most -= len(keys)
+            answers = [a for key in keys if (a := self._answer(version, key)) is not None]
+            if answers:
+                found[version] = sorted(answers, key=lambda a: a.first_answered_at_s)
         return found
+
+    def _keys(self, version: int, *, again: bool) -> list[str]:
+        if again or version not in self._listed:
+            prefix = self._registry.prefix
+            listed = self._registry.storage.list(prefix + answers_prefix(version))
+            names = (info.key.removeprefix(prefix) for info in listed)
+            self._listed[version] = [prefix + name for name in names if _KEY.fullmatch(name)]
+        return self._listed[version]
 
     def _answer(self, version: int, key: str) -> FirstAnswer | None:
         if key not in self._read:

@@ -12,6 +12,7 @@ from publisher.status import StatusReader, freshness_of
 
 MOST_VERSIONS = 60
 MOST_MOVES = 100
+_NEW_VERSIONS = 4  # hosts may still answer from these for the first time
 
 
 class Overview:
@@ -27,7 +28,9 @@ class Overview:
         status = self._status.read()
         moves = registry.history()
         shown = self._shown(status)
-        answers = self._status.answers.of(shown)
+        serving = {at["version"] for at in (status["live"], status["canary"]) if at}
+        settled = set(shown[_NEW_VERSIONS:]) - serving
+        answers = self._status.answers.of(shown, settled=settled)
         published = []
         for number in shown:
             try:

@@ -14,7 +14,7 @@ function el(tag, attributes, ...children) {
     else if (value === true) node.setAttribute(key, "");
     else if (value !== undefined && value !== null && value !== false) node.setAttribute(key, value);
   }
-  node.append(...children.flat().filter(c => c !== null && c !== undefined && c !== false));
+  node.append(...children.flat(2).filter(c => c !== null && c !== undefined && c !== false));
   return node;
 }
 
@@ -176,6 +176,8 @@ function labels(found, version) {
   return all;
 }
 
+const badges = (found, version) => labels(found, version).flatMap(l => [" ", badge(l, l)]);
+
 function versions(found, chosen) {
   if (!found.published.length) return empty("No version is published yet.");
   return table("", [["Version"], ["Step", "num"], ["Published"], ["Size", "num mid"], ["Took", "num wide"], ["To live", "num wide"], ["Gates", "num"]],
@@ -183,7 +185,7 @@ function versions(found, chosen) {
       const gates = p.gates || [], good = gates.filter(g => g.passed).length;
       return el("tr", { class: p.version === chosen && "chosen", onclick: () => pick(p.version) },
         cell("keep", el("button", { class: "pick", "data-focus": `v${p.version}`, "aria-pressed": String(p.version === chosen) }, `v${p.version}`),
-          labels(found, p.version).map(l => badge(l, l))),
+          badges(found, p.version)),
         p.problem ? el("td", { colspan: 6 }, p.problem) : [
           cell("num", count(p.step)), cell("keep", when(p.published_at_s)), cell("num mid", bytes(p.size_bytes)),
           cell("num wide", seconds(p.publish_s)), cell("num wide", seconds(p.freshness.commit_to_live_s)),
@@ -194,7 +196,7 @@ function versions(found, chosen) {
 function details(found, chosen) {
   const p = found.published.find(v => v.version === chosen);
   if (!p) return [el("h2", {}, "Gates"), empty("Choose a version.")];
-  const head = el("h2", {}, `Version ${p.version}`, el("span", {}, labels(found, p.version).map(l => badge(l, l))));
+  const head = el("h2", {}, `Version ${p.version}`, el("span", {}, badges(found, p.version)));
   if (p.problem) return [head, el("p", {}, p.problem)];
   const pin = found.pins.find(q => q.version === p.version);
   const fresh = p.freshness;
@@ -207,7 +209,7 @@ function details(found, chosen) {
       cell("num", figure(g.value)), cell("num", figure(g.threshold)), cell("", g.detail)))),
     el("h3", {}, "First answers"),
     fresh.hosts.length ? table("stack", [["Host"], ["Commit → answer", "num"], ["Event → answer", "num"], ["At"]], fresh.hosts.map(h => el("tr", {},
-      cell("", h.host, h.at_start && badge("", "loaded at its start")),
+      cell("", h.host, h.at_start && [" ", badge("", "loaded at its start")]),
       cell("num", seconds(h.commit_to_answer_s)), cell("num", seconds(h.event_to_answer_s)),
       cell("keep", when(h.first_answered_at_s))))) : empty("No host has answered from this version."),
   ];

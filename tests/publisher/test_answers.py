@@ -61,6 +61,10 @@ def test_a_record_is_made_once_and_damaged_ones_are_left_out(tmp_path: Path) -> 
     assert log.of([1, 2], most=2) == {2: [answer(2, "h1", 7.0), answer(2, "h2")]}
     storage.delete(prefix + answer_key(2, "h1"))
     assert [a.host for a in log.of([2])[2]] == ["h2"]
+    # What gets no more first answers is listed once.
+    record_answer(registry, answer(1, "late"))
+    assert [a.host for a in log.of([1], settled={1})[1]] == ["h1"]
+    assert [a.host for a in log.of([1])[1]] == ["h1", "late"]
 
 
 def test_a_registry_that_cannot_be_written_is_told_once_and_serving_goes_on() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.screenshots import Clock, Play, browser, chromium, fill, served
-from publisher import keys, page, records
+from publisher import keys, page, records, status
 from publisher.pointer import Reason
 from publisher.records import Move
 from publisher.registry import Registry
@@ -96,12 +96,20 @@ def live_move(play: Play) -> Move:
     return move
 
 
-def test_roll_back_with_clicks(chrome: Any, play: Play) -> None:
+def test_roll_back_with_clicks(chrome: Any, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = {"version": 2, "who": HOSTILE, "why": HOSTILE, "at_s": 1000.0}
+    lease = {"owner": f"host pid 7 {HOSTILE}", "epoch": 5, "since_s": 900.0, "released": False}
+    monkeypatch.setattr(status, "_pins_of", lambda _: [pin])
+    monkeypatch.setattr(status, "_lease_of", lambda _: lease)
     with served(play) as url:
         tab = Tab(chrome, url)
         tab.wait_for("#card-live .big", "v2")
         assert tab.text("#card-canary .big") == "v3"
         assert "refused by finite" in tab.text("#card-newest")
+        assert HOSTILE in tab.text("#card-lease")
+        assert "epoch 5" in tab.text("#card-lease")
+        assert tab.text("#versions tr.chosen td:first-child").split() == ["v2", "live", "pinned"]
+        assert f"pinned by {HOSTILE}" in tab.text("#chosen")
         # Cancelled: nothing moves.
         tab.click("#open-rollback")
         assert tab.page.input_value("#rollback-to") == "1"
