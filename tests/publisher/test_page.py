@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import httpx
 import pytest
 
 from benchmarks.screenshots import Clock, Play, fill, served
+from ckpt import layout
 from ckpt.command import run_command
 from ckpt.errors import BadInputError, NotFoundError, StorageError
 from ckpt.events import ListSink
+from ckpt.manifest import RunRecord, encode
+from ckpt.storage import LocalStorage
 from publisher import cli, keys
 from publisher.httpd import bind
 from publisher.overview import Overview
@@ -230,6 +235,34 @@ def test_trouble_is_shown_and_passes(play: Play) -> None:
     assert sink.events == []
 
 
+def test_a_registry_that_hangs_holds_up_nothing_else(play: Play) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hangs() -> Overview:
+        reached.set()
+        assert go_on.wait(DEADLINE_S)
+        raise StorageError("gave up")
+
+    sock = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    thread = PageThread(StatusPage(hangs, "op@here"), sock, ListSink())
+    thread.start()
+
+    def ask() -> None:
+        with suppress(httpx.TransportError):  # the page is closed under it
+            httpx.get(f"{url}/api/status", trust_env=False, timeout=DEADLINE_S)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert reached.wait(DEADLINE_S)
+        assert httpx.get(url, trust_env=False, timeout=DEADLINE_S).status_code == 200
+        thread.stop()  # the daemon's last step isn't held up either
+    finally:
+        go_on.set()
+        asking.join(DEADLINE_S)
+
+
 def test_a_page_that_cannot_serve_is_told_and_no_more(play: Play) -> None:
     sock, sink = bind("127.0.0.1", 0), ListSink()
     sock.close()
@@ -288,6 +321,41 @@ def test_the_daemon_serves_it_before_there_is_a_run(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_page_without_a_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: it is served until SIGTERM."""
+    root = LocalStorage(tmp_path / "root")
+    root.create(layout.RUN, encode(RunRecord("r", 1.0, "test")))
+    monkeypatch.delenv("SIDESTAGE_TOKEN", raising=False)
+    got: list[Any] = []
+
+    class Sink:
+        def __init__(self, *, as_json: bool) -> None:
+            self.as_json = as_json
+
+        def emit(self, name: str, /, **fields: Any) -> None:
+            if name == "page":
+                threading.Thread(target=ask, args=(fields["url"],)).start()
+
+    def ask(url: str) -> None:
+        try:
+            got.append(httpx.get(f"{url}api/status", trust_env=False, timeout=DEADLINE_S).json())
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(cli, "LineSink", Sink)
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert run_command(cli.cli, ["page", root.url, "--port", "0"]) == 0
+    finally:
+        for s, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(s, handler)
+    assert [(g["live"], g["newest_commit"], g["published"]) for g in got] == [(None, None, [])]
+    assert run_command(cli.cli, ["page", str(tmp_path / "none")]) == 3
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_no_torch_and_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
