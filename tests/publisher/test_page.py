@@ -193,7 +193,7 @@ def test_trouble_is_shown_and_passes(play: Play) -> None:
     def opened() -> Overview:
         if trouble:
             raise trouble.pop(0)
-        return Overview(play.storage, play.registry)
+        return Overview(play.storage, Registry(play.storage, clock=play.clock))
 
     clock = Clock(0.0)
     page, sink = StatusPage(opened, "op@here", clock=clock), ListSink()
@@ -220,16 +220,17 @@ def test_trouble_is_shown_and_passes(play: Play) -> None:
             assert status == 503
             assert "publisher rollback ROOT --to N" in told["error"]
             play.storage.put(key, good)
-            play.registry._manifests.clear()
-            play.storage.put(play.registry.key(2, keys.MANIFEST), b"{}")
+            play.publish(play.commit(50))
+            play.storage.put(play.registry.key(4, keys.MANIFEST), b"{}")
             status, told = look()
             assert status == 200
             assert [("problem" in p, p["version"]) for p in told["published"]] == [
+                (True, 4),
                 (False, 3),
-                (True, 2),
+                (False, 2),
                 (False, 1),
             ]
-            assert (told["live"]["version"], told["live"]["freshness"]) == (2, None)
+            assert (told["live"]["version"], told["live"]["freshness"]) == (4, None)
     finally:
         thread.stop()
     assert sink.events == []
