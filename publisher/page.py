@@ -53,6 +53,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/plot.js": ("plot.js", "text/javascript"),
+    "/words.js": ("words.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _HEADERS = {
