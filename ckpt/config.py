@@ -329,6 +329,30 @@ def spool_folder() -> Path:
     return Path(base) / "sidestage" / "spool"
 
 
+def access_token(file: Path | None) -> str | None:
+    """The bearer token that clients must bring: of `file`, else of $SIDESTAGE_TOKEN; None: no token.
+
+    Never an option's value: command lines are seen by all users of a host. BadInputError if it is
+    empty or has characters that a header can't carry.
+    """
+    if file is None:
+        token, what = os.environ.get("SIDESTAGE_TOKEN"), "SIDESTAGE_TOKEN"
+        if token is None:
+            return None
+    else:
+        what = str(file)
+        try:
+            token = file.read_text()
+        except FileNotFoundError:
+            raise NotFoundError(f"{file}: no such token file") from None
+        except (OSError, UnicodeDecodeError) as e:
+            raise BadInputError(f"{file}: not a token file: {e}") from None
+    token = token.strip()
+    if not token or not all("!" <= c <= "~" for c in token):
+        raise BadInputError(f"{what}: holds no token: one word of printable ASCII is needed")
+    return token
+
+
 def native_allowed() -> bool:
     """May the compiled part be used? SIDESTAGE_NATIVE=0 says no: everything then goes through torch."""
     return os.environ.get("SIDESTAGE_NATIVE", "1") != "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from ckpt.errors import BadInputError, SidestageError
 from ckpt.schema import Dim, ServingDescription
 from publisher.loading import Prediction
-from publisher.request import RequestSpec, lengths_of, torch_dtype, values_of
+from publisher.request import lengths_of, torch_dtype, values_of
 
-PLATFORM = "sidestage_int8"
+PLATFORM = "sidestage"
+_MOST_DIMS = 8
 
 _DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "BOOL": (torch.bool, "b"),
@@ -31,8 +33,14 @@ _DTYPES: dict[str, tuple[torch.dtype, str]] = {
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
-def parse_request(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors by name, the whole document). BadInputError says in one line what is malformed."""
+def parse_request(
+    body: bytes, known: Collection[str], max_numbers: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors by name, the whole document). BadInputError says in one line what is malformed.
+
+    known: names that inputs may have. max_numbers: elements of all of them together; what is
+    unknown or too large is refused before a tensor is made of it.
+    """
     try:
         doc = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
@@ -41,12 +49,23 @@ def parse_request(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     if not isinstance(inputs, list):
         raise BadInputError('the body needs "inputs": a list of {name, shape, datatype, data}')
     tensors: dict[str, torch.Tensor] = {}
+    room = max_numbers
     for i, item in enumerate(inputs):
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             raise BadInputError(f"inputs[{i}]: needs a name, shape, datatype and data")
-        if item["name"] in tensors:
-            raise BadInputError(f"input {item['name']}: given twice")
-        tensors[item["name"]] = _tensor(item["name"], item)
+        name = item["name"]
+        if name not in known:
+            raise BadInputError(f"input {name!r}: unknown; expected {', '.join(known)}")
+        if name in tensors:
+            raise BadInputError(f"input {name}: given twice")
+        shape = _shape(name, item)
+        room -= math.prod(shape)
+        if room < 0 or max(shape, default=0) > max_numbers:
+            raise BadInputError(
+                f"input {name}: shape {shape}: the request's inputs have more than {max_numbers} "
+                f"numbers, this server's limit"
+            )
+        tensors[name] = _tensor(name, shape, item)
     return tensors, doc
 
 
@@ -86,18 +105,22 @@ def response_of(prediction: Prediction, model: str, names: list[str], doc: dict[
     return json.dumps(answer, allow_nan=False).encode()
 
 
-def metadata_of(description: ServingDescription, version: int) -> dict[str, Any]:
-    """The protocol's model metadata; -1 stands for a free size."""
-    spec = RequestSpec.of(description)
-    inputs = [_tensor_metadata(i.name, i.dtype, i.shape) for i in spec.dense]
-    for f in spec.features:
+def metadata_of(description: ServingDescription, versions: list[int]) -> dict[str, Any]:
+    """The protocol's model metadata; -1 stands for a free size. versions: those that are loaded."""
+    inputs = [
+        _tensor_metadata(i.name, i.dtype, i.shape) for i in description.inputs if i.kind == "dense"
+    ]
+    for feature in description.features:
         inputs += [
-            _tensor_metadata(values_of(f.feature), "int64", (-1,)),
-            _tensor_metadata(lengths_of(f.feature), "int64", ("batch",)),
+            _tensor_metadata(values_of(feature.name), "int64", (f"ids:{feature.name}",)),
+            _tensor_metadata(lengths_of(feature.name), "int64", ("batch",)),
         ]
+        if feature.weighted:
+            weights = f"{feature.name}.weights"
+            inputs.append(_tensor_metadata(weights, "float32", (f"ids:{feature.name}",)))
     return {
         "name": description.model,
-        "versions": [str(version)],
+        "versions": [str(n) for n in versions],
         "platform": PLATFORM,
         "inputs": inputs,
         "outputs": [_tensor_metadata(o.name, o.dtype, o.shape) for o in description.outputs],
@@ -106,16 +129,27 @@ def metadata_of(description: ServingDescription, version: int) -> dict[str, Any]
 
 def _tensor_metadata(name: str, dtype: str, shape: tuple[Dim, ...]) -> dict[str, Any]:
     datatype = _NAMES[torch_dtype(dtype)]
-    return {"name": name, "datatype": datatype, "shape": [-1 if d == "batch" else d for d in shape]}
+    return {
+        "name": name,
+        "datatype": datatype,
+        "shape": [-1 if isinstance(d, str) else d for d in shape],
+    }
 
 
-def _tensor(name: str, item: dict[str, Any]) -> torch.Tensor:
-    """One input. Its data may be flat or nested, of numbers that the datatype can hold."""
-    shape, datatype, data = item.get("shape"), item.get("datatype"), item.get("data")
-    if not isinstance(datatype, str) or datatype not in _DTYPES:
-        raise BadInputError(f"input {name}: datatype {datatype!r}; known are {', '.join(_DTYPES)}")
+def _shape(name: str, item: dict[str, Any]) -> list[int]:
+    shape = item.get("shape")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise BadInputError(f"input {name}: shape {shape!r} is not a list of sizes")
+    if len(shape) > _MOST_DIMS:
+        raise BadInputError(f"input {name}: {len(shape)} dimensions; at most {_MOST_DIMS} are read")
+    return shape
+
+
+def _tensor(name: str, shape: list[int], item: dict[str, Any]) -> torch.Tensor:
+    """One input. Its data may be flat or nested, of numbers that the datatype can hold."""
+    datatype, data = item.get("datatype"), item.get("data")
+    if not isinstance(datatype, str) or datatype not in _DTYPES:
+        raise BadInputError(f"input {name}: datatype {datatype!r}; known are {', '.join(_DTYPES)}")
     if not isinstance(data, list):
         raise BadInputError(f"input {name}: data must be a list")
     dtype, kinds = _DTYPES[datatype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 from ckpt import config
 from ckpt.errors import CorruptError, NotFoundError
@@ -46,6 +47,7 @@ class Predictor:
         self._counting = threading.Lock()
         self._unknown_ids: Counter[str] = Counter()
         self._current = self._load(self._target())
+        self._previous: LoadedVersion | None = None
 
     @property
     def current(self) -> LoadedVersion:
@@ -55,6 +57,12 @@ class Predictor:
     @property
     def version(self) -> int:
         return self._current.version
+
+    @property
+    def loaded(self) -> Mapping[int, LoadedVersion]:
+        """The current version and the one before it, by number."""
+        versions = (self._previous, self._current)
+        return {v.version: v for v in versions if v is not None}
 
     @property
     def unknown_ids(self) -> dict[str, int]:
@@ -86,7 +94,7 @@ class Predictor:
             target = self._target()
             if target == self.version:
                 return False
-            self._current = self._load(target)
+            self._previous, self._current = self._current, self._load(target)
             return True
 
     def _target(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.storage import Storage
+from publisher.cli.paging import page_options, status_page
 from publisher.cli.shared import (
     LineSink,
     as_json_flag,
@@ -109,6 +110,7 @@ def once(
     show_default=True,
     help="Seconds between two looks, each of two listings.",
 )
+@page_options(prefix="page-")
 @_policy_option
 @_max_error
 @_lease_ttl
@@ -118,7 +120,8 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
     """Publish commits as they appear, until SIGTERM or SIGINT; what was begun is finished.
 
     May be started before the trainer, and beside others: one works, the rest stand by. When behind,
-    takes the newest commit and skips those between.
+    takes the newest commit and skips those between. With --page-port a status page with a roll-back
+    button is served beside it.
     """
     from publisher.daemon import Daemon, Pace
 
@@ -137,6 +140,7 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
             sink.emit("settings", interval_s=interval, policy=asdict(policy))
             return publisher
 
+        stack.enter_context(status_page(root, registry, sink, options))
         Daemon(open_publisher, stop.wait, pace=Pace(interval_s=interval), sink=sink).run()
     sink.emit("stopped")
 

@@ -146,7 +146,12 @@ def test_status_and_history(local: Bench, run: Run) -> None:
     found = json.loads(out)
     assert code == 0
     assert (found["live"]["version"], found["live"]["step"]) == (2, 2)
-    assert found["newest_commit"] == {"epoch": 1, "step": 3, "version": None}
+    assert found["newest_commit"] == {
+        "epoch": 1,
+        "step": 3,
+        "committed_at_s": 31.0,
+        "version": None,
+    }
     assert found["versions"] == [1, 2]
     (refused,) = found["refused"]
     assert (refused["step"], refused["attempts"], refused["gate"]) == (3, 1, "finite")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckpt.errors import BadInputError, SidestageError
+from ckpt.schema import RequestFeature
 from publisher.inference import metadata_of, parse_request, response_of, wanted_outputs
 from publisher.loading import Prediction
 from tests.publisher.tiny import description
@@ -36,7 +37,7 @@ def one(data: Any, shape: Any = (2,), datatype: Any = "INT64", name: Any = "x") 
     ],
 )
 def test_inputs(body: bytes, want: torch.Tensor) -> None:
-    got = parse_request(body)[0]["x"]
+    got = parse_request(body, ["x"], 100)[0]["x"]
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want)
 
@@ -58,7 +59,11 @@ def test_inputs(body: bytes, want: torch.Tensor) -> None:
         (one([1, 2], (-2,)), "is not a list of sizes"),
         (one([1, 2], (True,)), "is not a list of sizes"),
         (one([1, 2], (3,)), r"input x: 2 numbers for shape \[3\]"),
-        (one([1, 2], (2**40, 2**40)), "input x: 2 numbers for shape"),
+        (one([1, 2], (2**40, 2**40)), "more than 100 numbers, this server's limit"),
+        (one([], (0, 2**70)), "more than 100 numbers, this server's limit"),
+        (one([0] * 101, (101,)), "more than 100 numbers, this server's limit"),
+        (one([1], (1,) * 9), "input x: 9 dimensions; at most 8"),
+        (one([1, 2], name="y"), "input 'y': unknown; expected x"),
         (one("12"), "input x: data must be a list"),
         (one([1.5, 2.0]), "something that is no INT64 number"),
         (one(["a", "b"]), "something that is no INT64 number"),
@@ -78,7 +83,7 @@ def test_inputs(body: bytes, want: torch.Tensor) -> None:
 )
 def test_malformed_inputs_are_refused_in_one_line(body: bytes, why: str) -> None:
     with pytest.raises(BadInputError, match=why) as e:
-        parse_request(body)
+        parse_request(body, ["x"], 100)
     assert "\n" not in str(e.value)
 
 
@@ -110,9 +115,12 @@ def test_an_output_that_is_no_number_is_an_error() -> None:
 
 
 def test_metadata() -> None:
-    got = metadata_of(description(), 3)
+    made = description(features=(RequestFeature("user", weighted=True), RequestFeature("genre")))
+    got = metadata_of(made, [2, 3])
     assert got["name"] == "tiny"
-    assert got["versions"] == ["3"]
+    assert got["versions"] == ["2", "3"]
     assert got["inputs"][0] == {"name": "dense", "datatype": "FP32", "shape": [-1, 3]}
     assert {"name": "user.lengths", "datatype": "INT64", "shape": [-1]} in got["inputs"]
+    assert {"name": "user.weights", "datatype": "FP32", "shape": [-1]} in got["inputs"]
+    assert "genre.weights" not in {i["name"] for i in got["inputs"]}
     assert got["outputs"][0] == {"name": "score", "datatype": "FP32", "shape": [-1]}
