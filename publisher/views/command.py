@@ -39,7 +39,7 @@ def export(  # noqa: PLR0913, PLR0917  (options of a command)
 
     triton: OUT is a model repository; OUT/<model>/<version>/model.pt2 is added to it, and
     OUT/<model>/config.pbtxt with the first version. onnx: OUT is a new folder with model.onnx.
-    The view holds all tables: so does this command's memory.
+    Takes memory for about four times the version's tables.
     """
     opened = open_registry(root, registry, must_exist=True)
     if version is None:

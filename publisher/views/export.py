@@ -79,7 +79,7 @@ class ViewSource:
     def trace(self) -> torch.export.ExportedProgram:
         """The version as one program, with any batch from 1 on and any number of ids from 0 on.
 
-        Holds all tables, and while they are read, one of them twice.
+        Holds all tables, and while the module is made, one of them twice; compilers copy them again.
         """
         registry, manifest, description = self._registry, self.manifest, self.description
         key = registry.key(manifest.version, keys.PROGRAM)
