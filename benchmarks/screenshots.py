@@ -28,7 +28,14 @@ from publisher.httpd import bind
 from publisher.overview import Overview
 from publisher.page import PageThread, StatusPage
 from publisher.pointer import Reason
-from publisher.records import GateResult, Refusal, Source, VersionManifest
+from publisher.records import (
+    GateResult,
+    LeaseOwner,
+    LeaseRecord,
+    Refusal,
+    Source,
+    VersionManifest,
+)
 from publisher.registry import Registry
 
 RUN_ID = "feed-ranking"
@@ -167,24 +174,12 @@ class Play:
         self, manifest: VersionManifest, why: str = "newest commit", *, canary: bool = False
     ) -> None:
         self.clock.now_s += 0.2
-        reason = Reason("publisher@ingest-2", why)
-        if not canary:
-            self.registry.promote(manifest, reason)
-            return
-        live = self.registry.live()
-        assert live is not None
-        move = replace(
-            live,
-            sequence=live.sequence + 1,
-            kind="canary",
-            canary=manifest.version,
-            source=manifest.source,
-            at_s=self.clock.now_s,
-            why=why,
+        self.registry.release(
+            manifest,
+            Reason("publisher@ingest-2", why),
+            canary=canary,
+            lease_epoch=self.registry.lease_epoch(),
         )
-        self.storage.put(self.registry.prefix + keys.LIVE, records.encode(move))
-        history = self.registry.prefix + keys.history_key(move.sequence)
-        self.storage.create(history, records.encode(move))
 
     def refuse(self, record: CommitRecord, gate: records.GateName, reason: str) -> Refusal:
         source, who, at_s = self._source(record), "publisher@ingest-2", self.clock.now_s
@@ -218,6 +213,10 @@ def fill(now_s: float) -> Play:
     """A day in the life of a registry, up to `now_s`."""
     rng, versions = random.Random(7), 34
     play = Play(Clock(now_s - versions * 600 - 240))
+    lease = LeaseRecord(
+        1, LeaseOwner("ingest-2", 4127, "token"), 900, 20.0, False, play.clock.now_s
+    )
+    play.storage.create(play.registry.prefix + keys.LEASE, records.encode(lease))
     for n in range(1, versions + 1):
         play.clock.now_s = now_s - (versions - n) * 600 - 240
         record = play.commit(20_000 + n * 2_000)
@@ -252,6 +251,7 @@ def fill(now_s: float) -> Play:
             play.registry.rollback(
                 27, Reason("mira (status page)", "click-through fell on the new slate; INC-4127")
             )
+            play.registry.pin(27, Reason("mira", "what the incident is compared with"))
     play.clock.now_s = now_s
     return play
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -171,7 +171,7 @@ class StatusPage:
             raise BadInputError("version: name the canary that is to go live")
 
         def move(registry: Registry) -> Move:
-            return _promote(registry, version, reason)
+            return registry.promote(reason, version)
 
         return await run_in_threadpool(self._move, doc, move)
 
@@ -252,11 +252,6 @@ async def _file(request: Request) -> Response:
     name, media_type = _FILES[request.url.path]
     body = resources.files("publisher").joinpath("page_files", name).read_bytes()
     return Response(body, media_type=media_type)
-
-
-def _promote(registry: Registry, version: int, reason: Reason) -> Move:
-    """Make the canary live; ConflictError unless it is `version`."""
-    return cast(Move, cast(Any, registry).promote(reason, version))
 
 
 def _version_in(doc: dict[str, Any], name: str) -> int | None:

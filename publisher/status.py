@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ckpt import layout
@@ -178,12 +179,20 @@ def _canary_of(move: Move | None) -> int | None:
 
 def _pins_of(registry: Registry) -> list[dict[str, Any]]:
     """Versions that somebody keeps: version, who, why, at_s."""
-    return []
+    return [asdict(pin) for pin in registry.pins().values()]
 
 
 def _lease_of(registry: Registry) -> dict[str, Any] | None:
     """Who may publish: owner, epoch, since_s, released."""
-    return None
+    found = registry.lease()
+    if found is None:
+        return None
+    return {
+        "owner": f"{found.owner.host} pid {found.owner.pid}",
+        "epoch": found.epoch,
+        "since_s": found.since_s,
+        "released": found.released,
+    }
 
 
 def _refused(refusals: list[Refusal]) -> list[dict[str, Any]]:

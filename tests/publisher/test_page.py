@@ -347,7 +347,7 @@ def test_the_page_without_a_daemon(
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(cli, "LineSink", Sink)
+    monkeypatch.setattr(cli.paging, "LineSink", Sink)
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     try:
         assert run_command(cli.cli, ["page", root.url, "--port", "0"]) == 0
@@ -374,6 +374,7 @@ def test_no_torch_and_few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play.storage, "read", counted)
     assert overview.read() == first
     again = {k for k in reads if "quarantine" not in k}
-    assert again == {play.registry.prefix + keys.LIVE}
+    small = {play.registry.prefix + key for key in (keys.LIVE, keys.LEASE)}
+    assert again == small | {play.registry.prefix + keys.pin_key(27)}
     code = "import sys, publisher.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

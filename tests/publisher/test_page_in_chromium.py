@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks.screenshots import Clock, Play, browser, chromium, fill, served
-from publisher import keys, page, records, status
+from publisher import status
 from publisher.pointer import Reason
 from publisher.records import Move
-from publisher.registry import Registry
 
 if importlib.util.find_spec("playwright") is None:
     pytest.skip("playwright isn't installed", allow_module_level=True)
@@ -63,31 +61,6 @@ def play() -> Play:
         play.answer(manifest, "serve-1", 2.0)
     play.refuse(play.commit(40), "finite", f"row 7 holds NaN {HOSTILE}")
     return play
-
-
-@pytest.fixture(autouse=True)
-def _promotion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promotion as it will be: the canary becomes the live version."""
-
-    def promote(registry: Registry, version: int, reason: Reason) -> Move:
-        live = registry.live()
-        assert live is not None
-        assert live.canary == version
-        made = replace(
-            live,
-            sequence=live.sequence + 1,
-            kind="promote",
-            from_version=live.to_version,
-            to_version=version,
-            canary=None,
-            source=registry.version(version).source,
-            who=reason.who,
-            why=reason.why,
-        )
-        registry.storage.put(registry.prefix + keys.LIVE, records.encode(made))
-        return made
-
-    monkeypatch.setattr(page, "_promote", promote)
 
 
 def live_move(play: Play) -> Move:

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -22,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ckpt.command import run_command
 from ckpt.errors import BadInputError
 from ckpt.events import ListSink, chain
+from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage
 from ckpt.trust import TrustList
 from publisher import cli, keys
@@ -32,7 +32,6 @@ from publisher.loading import Prediction
 from publisher.metrics import ServingMetrics
 from publisher.pointer import Reason
 from publisher.predictor import Predictor
-from publisher.records import VersionManifest, decode, encode
 from publisher.server import OPEN_PATHS, InferenceApp, ServerLimits
 from tests.publisher.conftest import Bench, FakeClock, make_bench
 from tests.publisher.tiny import (
@@ -363,8 +362,9 @@ def test_freshness_is_measured_at_the_first_answer(bench: Bench) -> None:
     with running(bench) as run:
         run.clock.now_s = 100.0
         assert run.infer(GOLDEN).status_code == 200
-        publish(bench, 2)
-        with_event_time(bench, 2, 12.0)
+        annotations = {"serving_description": "d1", EVENT_TIME: "12.0"}
+        bench.run.commit(2, stamped_tensors(2), annotations=annotations)
+        bench.publish(2)
         run.host.poll()
         assert run.metric(f"{commit}_seconds", version="2") is None  # nothing was answered yet
         run.clock.now_s = 24.0
@@ -396,13 +396,6 @@ def test_freshness_is_measured_at_the_first_answer(bench: Bench) -> None:
         2: ("host-1", 4.0, 13.0, False),
         3: ("host-1", 0.0, None, False),
     }
-
-
-def with_event_time(bench: Bench, version: int, event_time_s: float) -> None:
-    """Rewrite a manifest: as if the trainer had said what it was trained on."""
-    key = bench.registry.key(version, keys.MANIFEST)
-    manifest = decode(VersionManifest, bench.registry.storage.read(key), key)
-    bench.registry.storage.put(key, encode(replace(manifest, event_time_s=event_time_s)))
 
 
 def hold(run: Running) -> tuple[threading.Event, threading.Event]:
@@ -511,7 +504,7 @@ def test_the_command_passes_its_options_on(
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(cli, "LineSink", Sink)
+        monkeypatch.setattr(cli.serving, "LineSink", Sink)
         before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
         thread = threading.Thread(target=ask)
         thread.start()
