@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from ckpt.storage import MemoryStorage
 from ckpt.trust import TrustList
@@ -59,6 +60,7 @@ def test_stored_program_equals_the_model(exported: Exported) -> None:
         nn.init.normal_(parameter, std=0.3)
     exported.model.eval()
     requests = [exported.model.request(batch, seed=batch) for batch in (1, 2, 7)]
+    requests.append(emptied(exported.model.request(3)))
     got = [exported.serve(args) for args in requests]
     got.append(exported.answer(exported.golden()))  # all that the program needs is in it
     for answer, args in zip(got, [*requests, exported.model.request(16)], strict=True):
@@ -67,6 +69,25 @@ def test_stored_program_equals_the_model(exported: Exported) -> None:
         want = [t for t in pytree.tree_leaves(expected) if isinstance(t, Tensor)]
         for a, b in zip(answer, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def emptied(args: Any) -> Any:
+    """A request without ids, but for features that need one a row."""
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, KeyedJaggedTensor):
+            return leaf
+        parts = {}
+        for key, jagged in leaf.to_dict().items():
+            weights, keep = jagged.weights_or_none(), slice(None if key == "target" else 0)
+            parts[key] = JaggedTensor(
+                jagged.values()[keep],
+                None if weights is None else weights[keep],
+                jagged.lengths() * (key == "target"),
+            )
+        return KeyedJaggedTensor.from_jt_dict(parts)
+
+    return pytree.tree_map(empty, args, is_leaf=lambda x: isinstance(x, KeyedJaggedTensor))
 
 
 INPUTS: dict[Any, list[tuple[str, str, tuple[int | str, ...]]]] = {
