@@ -293,6 +293,13 @@ def sorted_collision(rows: int, **options: Any) -> Any:
     )
 
 
+def shifted_collision(rows: int) -> Any:
+    """Gives unknown ids another row than its state says."""
+    module = sorted_collision(rows)
+    module._output_global_offset = -1
+    return module
+
+
 def probing_collision(rows: int) -> Any:
     with warnings.catch_warnings(
         action="ignore"

@@ -26,13 +26,13 @@ class Rankers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dlrm = DLRM(self._bags(), 5, [8], [1])
-        self.dcn = DLRM_DCN(self._bags(), 5, [8], [1], dcn_num_layers=2, dcn_low_rank_dim=4)
+        self.dlrm = DLRM(self._bags(), 5, [8], [4, 1])
+        self.dcn = DLRM_DCN(self._bags(), 5, [8], [4, 1], dcn_num_layers=2, dcn_low_rank_dim=4)
         self.projection = DLRM_Projection(
             self._bags(),
             5,
             [8],
-            [1],
+            [4, 1],
             interaction_branch1_layer_sizes=[16],
             interaction_branch2_layer_sizes=[16],
         )

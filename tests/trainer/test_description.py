@@ -166,6 +166,10 @@ def test_leaves_the_model_as_it_was(trust: TrustList) -> None:
             "bags.t_a: its ids are hashed by an input_hash_func",
         ),
         (
+            lambda: models.Collides(models.shifted_collision),
+            "bags: feature 'a' isn't the sum of the rows that bags.t_a gives it",
+        ),
+        (
             lambda: models.Collides(models.sorted_collision, return_remapped_features=True),
             r"bags \(ManagedCollision\w+\): it returns the remapped ids",
         ),

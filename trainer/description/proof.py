@@ -75,7 +75,10 @@ class LiveTables:
         return torch.from_numpy(mapped).to(ids.device)
 
     def _leaf(self, fqn: str) -> Leaf:
-        return self._leaves[f"{_ROOT}.{fqn.removeprefix(self._prefix)}"]
+        leaf = self._leaves.get(f"{_ROOT}.{fqn.removeprefix(self._prefix)}")
+        if leaf is None:
+            raise BadInputError(f"the model's state has no tensor {fqn.removeprefix(self._prefix)}")
+        return leaf
 
 
 def check_lookup(
