@@ -295,9 +295,11 @@ def _open_publisher(
 
     trust = TrustList(trust_file())
     builder = VersionBuilder(root, registry, ProgramCache(trust), CheckpointReader)
+    parity = parity_in_fresh_process(trust)
+    parity.start()  # it imports while the first version is built
     return Publisher(
         builder,
-        parity_in_fresh_process(trust),
+        parity,
         options["who"] or _user_at_host(),
         policy=PublishPolicy(parity_max_abs_err=options["max_error"]),
         sink=sink,

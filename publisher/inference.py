@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import BadInputError, SidestageError
 from ckpt.schema import Dim, ServingDescription
 from publisher.loading import Prediction
-from publisher.request import RequestSpec, lengths_of, torch_dtype, values_of
+from publisher.request import RequestSpec, lengths_of, torch_dtype, values_of, weights_of
 
 PLATFORM = "sidestage_int8"
 
@@ -92,9 +92,11 @@ def metadata_of(description: ServingDescription, version: int) -> dict[str, Any]
     inputs = [_tensor_metadata(i.name, i.dtype, i.shape) for i in spec.dense]
     for f in spec.features:
         inputs += [
-            _tensor_metadata(values_of(f.feature), "int64", (-1,)),
-            _tensor_metadata(lengths_of(f.feature), "int64", ("batch",)),
+            _tensor_metadata(values_of(f.name), "int64", (-1,)),
+            _tensor_metadata(lengths_of(f.name), "int64", ("batch",)),
         ]
+        if f.weighted:
+            inputs.append(_tensor_metadata(weights_of(f.name), "float32", (-1,)))
     return {
         "name": description.model,
         "versions": [str(version)],
@@ -106,7 +108,11 @@ def metadata_of(description: ServingDescription, version: int) -> dict[str, Any]
 
 def _tensor_metadata(name: str, dtype: str, shape: tuple[Dim, ...]) -> dict[str, Any]:
     datatype = _NAMES[torch_dtype(dtype)]
-    return {"name": name, "datatype": datatype, "shape": [-1 if d == "batch" else d for d in shape]}
+    return {
+        "name": name,
+        "datatype": datatype,
+        "shape": [-1 if isinstance(d, str) else d for d in shape],
+    }
 
 
 def _tensor(name: str, item: dict[str, Any]) -> torch.Tensor:

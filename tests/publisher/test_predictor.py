@@ -241,21 +241,6 @@ def test_a_manifest_that_points_outside_its_file_is_refused(bench: Bench, damage
         Predictor(Registry(bench.run.root), trust=bench.run.trust)
 
 
-def test_parts_are_for_a_later_version(bench: Bench) -> None:
-    from dataclasses import replace
-
-    from ckpt.errors import UnsupportedFormatError
-    from publisher.records import encode
-
-    publish_stamped(bench, 1)
-    manifest = bench.registry.version(1)
-    table = replace(manifest.tables[0], parts=manifest.tables[0].parts * 2)
-    changed = replace(manifest, tables=(table, *manifest.tables[1:]))
-    bench.run.root.put(bench.registry.key(1, keys.MANIFEST), encode(changed))
-    with pytest.raises(UnsupportedFormatError, match="is in 2 parts"):
-        Predictor(Registry(bench.run.root), trust=bench.run.trust)
-
-
 def test_d56_hot_swap_under_load(local_bench: Bench) -> None:
     """Twenty swaps while threads ask: no error, every answer wholly of one version, none backwards."""
     publish_stamped(local_bench, 1)
