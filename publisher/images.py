@@ -218,7 +218,8 @@ def map_files(paths: Sequence[Path], sizes: Sequence[int]) -> torch.Tensor:
     base = _map(libc, None, total, _PROT_NONE, anonymous, -1, str(paths[0]))
     array = (ctypes.c_uint8 * total).from_address(base)
     # The tensor holds the array, and the memory goes with the array.
-    weakref.finalize(array, libc.munmap, base, total)
+    freed = weakref.finalize(array, libc.munmap, base, total)
+    freed.atexit = False  # threads may be looking up until the very end
     at = base
     for path, size in zip(paths, sizes, strict=True):
         try:
