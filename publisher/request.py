@@ -98,12 +98,14 @@ class RequestSpec:
         values, all_lengths, weights = [], [], []
         for value_key, length_key, weight_key in self._keys:
             ids, lengths = request[value_key], request[length_key]
-            good = ids.dtype is torch.int64 and lengths.dtype is torch.int64
-            if not good or ids.dim() != 1 or lengths.dim() != 1:
+            if ids.dtype is not torch.int64 or lengths.dtype is not torch.int64:
                 self._refuse(request)
-            values.append(ids.numpy())
-            all_lengths.append(lengths.numpy())
-            batches.add(len(lengths))
+            id_array, length_array = ids.numpy(), lengths.numpy()
+            if id_array.ndim != 1 or length_array.ndim != 1:
+                self._refuse(request)
+            values.append(id_array)
+            all_lengths.append(length_array)
+            batches.add(len(length_array))
             weight = None if weight_key is None else request[weight_key]
             if weight is not None and (
                 weight.dtype is not torch.float32 or weight.shape != ids.shape
@@ -113,9 +115,9 @@ class RequestSpec:
         if len(batches) > 1 or 0 in batches:
             self._refuse(request)
         batch = int(batches.pop()) if batches else 1
-        stacked = np.empty((len(values), batch), np.int64)
+        stacked = np.empty((0, batch), np.int64)
         if values:
-            np.stack(all_lengths, out=stacked)
+            stacked = np.concatenate(all_lengths).reshape(len(values), batch)
             counts = [len(v) for v in values]
             # Each length alone is bounded first, so that the sums can't wrap.
             bounded = stacked.min() >= 0 and stacked.max() <= max(counts)
