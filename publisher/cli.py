@@ -133,6 +133,39 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
     sink.emit("stopped")
 
 
+@cli.command(name="compile")
+@click.argument("root")
+@_registry
+@click.option("--version", "number", type=int, help="Whose program. Default: the live version's.")
+@_json_flag
+def compile_(root: str, registry: str | None, number: int | None, as_json: bool) -> None:
+    """Compile a version's program for this CPU, once for all versions that share it.
+
+    The package goes to the registry and its sha256 to this host's trust list; hosts with such a CPU
+    that trust it use it from the next version that they load.
+    """
+    opened = _open_existing(root, registry)
+    if number is None:
+        move = opened.live()
+        number = move.to_version if move is not None else None
+        if number is None:
+            raise NotFoundError(f"{opened.url}: no version is live yet; publish one first")
+    from dataclasses import asdict
+
+    from ckpt.config import trust_file
+    from ckpt.trust import TrustList
+    from publisher.compiling import compile_version
+
+    record, made = compile_version(opened, opened.version(number), TrustList(trust_file()))
+    did = f"compiled in {record.compile_s:.0f} s" if made else "was compiled before"
+    _say(
+        as_json,
+        {**asdict(record), "made": made},
+        f"program of version {number} {did}: {record.sha256}.pt2, {record.size_bytes} bytes, "
+        f"for {record.instruction_set}",
+    )
+
+
 @cli.command()
 @click.argument("root")
 @_registry
@@ -295,11 +328,9 @@ def _open_publisher(
 
     trust = TrustList(trust_file())
     builder = VersionBuilder(root, registry, ProgramCache(trust), CheckpointReader)
-    parity = parity_in_fresh_process(trust)
-    parity.start()  # it imports while the first version is built
     return Publisher(
         builder,
-        parity,
+        parity_in_fresh_process(trust),
         options["who"] or _user_at_host(),
         policy=PublishPolicy(parity_max_abs_err=options["max_error"]),
         sink=sink,

@@ -67,8 +67,13 @@ class FreshParity:
 
 
 def parity_in_fresh_process(trust: TrustList, timeout_s: float = 600.0) -> FreshParity:
-    """A check whose process is killed after `timeout_s` seconds. Close it in the end."""
-    return FreshParity(SpareProcesses(trust, timeout_s))
+    """A check whose process is killed after `timeout_s` seconds. Close it in the end.
+
+    The first process begins to import at once, so that it's ready when a version is built.
+    """
+    check = FreshParity(SpareProcesses(trust, timeout_s))
+    check.start()
+    return check
 
 
 def parity_verdict(report: GateReport, err: float, threshold: float) -> None:
