@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -185,8 +186,10 @@ def main(argv: list[str]) -> int:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    from publisher import loading
+    from publisher import loading, program
 
+    if not select.select([sys.stdin], [], [], 0)[0]:  # else there is no time for it
+        program.rehearse()
     job_text = sys.stdin.buffer.read()
     if not job_text:
         return 1
@@ -211,4 +214,7 @@ def _function(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch takes seconds to tidy up
