@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import threading
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt.command import run_command
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.events import ListSink
 from ckpt.storage import LocalStorage
 from ckpt.trust import TrustList
-from publisher import keys, spare
+from publisher import cli, keys, spare
 from publisher.compiled import (
     PackageRecord,
     decode_record,
@@ -83,6 +85,19 @@ def test_a_new_version_brings_only_weights(compiled: Compiled) -> None:
     for n in (1, 2):
         stamps = predictors[n - 1].predict(GOLDEN).outputs["dense_stamp"]
         assert stamps.tolist() == [float(n)] * 4
+
+
+def test_the_command_names_the_package(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the live version by default; it's there already, so nothing is compiled again."""
+    monkeypatch.setenv("SIDESTAGE_TRUST_FILE", str(compiled.bench.run.trust.path))
+    root = compiled.bench.run.root.url
+    assert run_command(cli.cli, ["compile", root, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["sha256"], told["made"]) == (compiled.record.sha256, False)
+    assert run_command(cli.cli, ["compile", root, "--version", "9"]) == 3
+    assert "no version 9 here" in capsys.readouterr().err
 
 
 def test_many_threads_may_call(compiled: Compiled) -> None:
