@@ -69,6 +69,9 @@ class Engine:
     kind: EngineKind
     reason: str
 
+    def __str__(self) -> str:
+        return self.kind
+
 
 class LoadedVersion:
     """A version that answers requests. Any number of threads may call `predict`."""
