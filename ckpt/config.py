@@ -353,6 +353,12 @@ def access_token(file: Path | None) -> str | None:
     return token
 
 
+def cache_folder() -> Path | None:
+    """Where this host keeps files of versions that it downloaded: $SIDESTAGE_CACHE_DIR; None: nowhere."""
+    named = os.environ.get("SIDESTAGE_CACHE_DIR")
+    return Path(named) if named else None
+
+
 def native_allowed() -> bool:
     """May the compiled part be used? SIDESTAGE_NATIVE=0 says no: everything then goes through torch."""
     return os.environ.get("SIDESTAGE_NATIVE", "1") != "0"

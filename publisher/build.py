@@ -18,14 +18,14 @@ from ckpt.schema import ConstantSpec, ServingDescription, decode_description
 from ckpt.storage import Storage
 from ckpt.types import Buffer, DigestName, FileEntry
 from publisher import keys
+from publisher.answer import check_description
 from publisher.gates import GateReport
-from publisher.loading import ProgramCache, check_inputs, load_tensors, run_program
-from publisher.lookup import pool_rows
-from publisher.program import BoundProgram, DenseProgram
+from publisher.golden import check_golden_ids, golden_reference, id_map_tensors, load_tensors
+from publisher.loading import ProgramCache
+from publisher.program import DenseProgram
 from publisher.quantise import DigestingWriter, check_finite, write_table
 from publisher.records import PublishedTable
 from publisher.registry import Registry
-from publisher.request import RequestSpec, torch_dtype
 
 ANNOTATION = "serving_description"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -112,10 +112,17 @@ class VersionBuilder:
         with report.guard("digests"):  # whatever the reader finds in its chunks
             constants = build.write_dense(description, reader)
             tables = build.write_tables(description, reader)
+        with report.guard("id_maps"):
+            request = load_tensors(golden, description.golden_key)
+            id_tensors = id_map_tensors(description, self.root, reader)
+            if id_tensors:
+                build.add(keys.ID_MAPS, safetensors.torch.save(id_tensors))
+            check_golden_ids(description, id_tensors, request)
+        report.passed("id_maps", f"{len(description.features)} features as the trainer maps them")
         with report.guard("golden_parity"):
             build.add(keys.GOLDEN, golden)
-            request = load_tensors(golden, description.golden_key)
-            reference = golden_reference(description, program.bind(constants), reader, request)
+            bound = program.bind(constants)
+            reference = golden_reference(description, bound, reader, request, id_tensors)
             build.add(keys.REFERENCE, safetensors.torch.save(reference))
         return BuiltFiles(description_id, description.model, tuple(build.files), tables)
 
@@ -132,7 +139,7 @@ class VersionBuilder:
             key = layout.description_prefix(description_id) + keys.DESCRIPTION
             data = self.root.read(key)
             description = decode_description(data, key)
-            check_inputs(description)
+            check_description(description)
             build.add(keys.DESCRIPTION, data)
         return description_id, description
 
@@ -176,37 +183,6 @@ def _constant_problem(c: ConstantSpec, t: StoredTensor | None) -> list[str]:
             f"described as {c.dtype} {c.shape}"
         ]
     return []
-
-
-def golden_reference(
-    description: ServingDescription,
-    program: BoundProgram,
-    reader: TensorSource,
-    request: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """The fp32 answer to the golden request: its rows out of the checkpoint, nothing quantised.
-
-    Raises BadInputError if the request doesn't fit the description, or an output isn't finite.
-    """
-    expected = RequestSpec.of(description)
-    request = expected.select(request)
-    batch = expected.check(request)
-    with torch.inference_mode():
-        pooled = {lk.input: pool_rows(lk, request, reader.read_rows) for lk in description.lookups}
-        outputs = run_program(program, description, request, pooled)
-    for spec in description.outputs:
-        got = outputs[spec.name]
-        want = tuple(batch if d == "batch" else d for d in spec.shape)
-        if tuple(got.shape) != want or got.dtype != torch_dtype(spec.dtype):
-            raise BadInputError(
-                f"output {spec.name}: is {got.dtype} {tuple(got.shape)}, "
-                f"described as {spec.dtype} {want}"
-            )
-        if not torch.isfinite(got).all():
-            raise BadInputError(
-                f"output {spec.name}: not finite on the golden request, in fp32 already"
-            )
-    return {n: t.contiguous() for n, t in outputs.items()}
 
 
 class _Build:

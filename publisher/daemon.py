@@ -40,9 +40,10 @@ class Daemon:
         open_publisher: opens the root; NotFoundError while there is none yet.
         wait: sleeps, and says when to stop.
         pace, clock, sink: intervals, time, events.
+        after: called with each version that was made; it must return at once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first two have defaults and are keyword-only
         self,
         open_publisher: Callable[[], Publisher],
         wait: Wait,
@@ -50,6 +51,7 @@ class Daemon:
         pace: Pace | None = None,
         clock: Clock | None = None,
         sink: EventSink | None = None,
+        after: Callable[[Outcome], None] | None = None,
     ) -> None:
         self._open = open_publisher
         self._wait = wait
@@ -57,6 +59,7 @@ class Daemon:
         self._clock = clock or SystemClock()
         self._sink = sink or LogSink()
         self._publisher: Publisher | None = None
+        self._after = after
         self._failures = 0
         self._led = False
         self._refused: dict[Source, tuple[int, float]] = {}
@@ -156,6 +159,8 @@ class Daemon:
                 self._refused[source] = (attempts + 1, self._clock.monotonic() + pause_s)
                 continue
             self._prune(publisher)
+            if self._after is not None:
+                self._after(outcome)
             if older := len(candidates) - tried - 1:
                 self._sink.emit("commits_skipped", count=older, before_step=source.step)
             break

@@ -13,7 +13,7 @@ import torch
 from ckpt.errors import BadInputError, SidestageError
 from ckpt.schema import Dim, ServingDescription
 from publisher.loading import Prediction
-from publisher.request import lengths_of, torch_dtype, values_of
+from publisher.request import lengths_of, torch_dtype, values_of, weights_of
 
 PLATFORM = "sidestage"
 _MOST_DIMS = 8
@@ -116,8 +116,9 @@ def metadata_of(description: ServingDescription, versions: list[int]) -> dict[st
             _tensor_metadata(lengths_of(feature.name), "int64", ("batch",)),
         ]
         if feature.weighted:
-            weights = f"{feature.name}.weights"
-            inputs.append(_tensor_metadata(weights, "float32", (f"ids:{feature.name}",)))
+            inputs.append(
+                _tensor_metadata(weights_of(feature.name), "float32", (f"ids:{feature.name}",))
+            )
     return {
         "name": description.model,
         "versions": [str(n) for n in versions],

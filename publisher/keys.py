@@ -10,6 +10,7 @@ VERSIONS = "versions/"
 HISTORY = "history/"
 QUARANTINE = "quarantine/"
 PINS = "pins/"
+PACKAGES = "packages/"
 
 CLAIM = "claim.json"
 MANIFEST = "manifest.json"
@@ -17,7 +18,7 @@ DESCRIPTION = "description.json"
 PROGRAM = "program.pt2"
 DENSE = "dense.safetensors"
 ID_MAPS = "idmaps.safetensors"
-TABLES = "tables.bin"
+TABLES = "tables-00000.bin"
 GOLDEN = "golden.safetensors"
 REFERENCE = "reference.safetensors"
 
@@ -69,3 +70,13 @@ def quarantine_prefix(epoch: int, step: int) -> str:
 def quarantine_key(epoch: int, step: int, attempt: int) -> str:
     """One refusal of one commit; every attempt has its own object, so none is overwritten."""
     return f"{quarantine_prefix(epoch, step)}{attempt:04d}.json"
+
+
+def package_record_key(name: str) -> str:
+    """Which compiled package fits a program, instruction set and torch."""
+    return f"{PACKAGES}{name}.json"
+
+
+def package_key(sha256: str) -> str:
+    """A compiled package, named by its content."""
+    return f"{PACKAGES}{sha256}.pt2"

@@ -1,29 +1,23 @@
-"""A user's metric of a version on a replayed batch, found in a process of its own.
+"""A user's metric of a version on a replayed batch, found in a process of its own (`publisher.spare`).
 
-    python -m publisher.metric STORAGE PREFIX < question
-
-loads a version as a serving host would and prints how well it does. The question is one line of
-JSON (`Question`), then the bytes of the batch: a safetensors file with a request and the labels.
+The process loads the version as a serving host would. The batch is a safetensors file with a
+request and the labels.
 """
 
 from __future__ import annotations
 
-import json
+import base64
 import math
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpt import config
 from ckpt.errors import BadInputError
-from ckpt.storage import open_storage
-from ckpt.trust import TrustList
 from ckpt.typed import decode_stored
-from publisher.fresh import answer, figure_in_fresh_process
 from publisher.policy import MetricGate
-from publisher.records import VersionManifest, decode, encode
+from publisher.records import VersionManifest
 from publisher.registry import Registry
+from publisher.spare import SpareProcesses
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +85,8 @@ def metric_in_process(
 
     Raises CorruptError if a file differs from the manifest, BadInputError if the batch doesn't fit.
     """
-    from publisher.loading import load_tensors, load_version
+    from publisher.golden import load_tensors
+    from publisher.loading import load_version
 
     loaded = load_version(registry, manifest, programs)
     tensors = load_tensors(batch, gate.batch)
@@ -106,26 +101,38 @@ def metric_in_process(
     return measure(found, labels.reshape(-1))
 
 
-def metric_in_fresh_process(trust: TrustList, timeout_s: float = 600.0) -> MetricCheck:
-    """The same in a process of its own, killed after `timeout_s` seconds."""
+def metric_in_fresh_process(processes: SpareProcesses) -> MetricCheck:
+    """The same in a process of its own."""
 
     def check(
         registry: Registry, manifest: VersionManifest, gate: MetricGate, batch: bytes
     ) -> float:
-        head = json.dumps(asdict(Question(encode(manifest).decode(), gate))).encode()
-        command = ("publisher.metric", registry.storage.url, registry.prefix)
-        data = head + b"\n" + batch
-        return figure_in_fresh_process("metric", command, data, trust, timeout_s)
+        answer = processes.run(
+            "publisher.metric:answer_metric",
+            registry,
+            manifest,
+            "metric",
+            measure=asdict(gate),
+            batch=base64.b64encode(batch).decode(),
+        )
+        figure = answer.get("figure")
+        return math.nan if figure is None else float(figure)
 
     return check
 
 
-@dataclass(frozen=True)
-class Question:
-    """What the fresh process is asked, beside the batch. `manifest`: a sealed document."""
-
-    manifest: str
-    gate: MetricGate
+def answer_metric(
+    registry: Registry,
+    manifest: VersionManifest,
+    programs: ProgramCache,
+    *,
+    measure: dict[str, Any],
+    batch: str,
+) -> dict[str, Any]:
+    """What the fresh process does. JSON has no NaN: no figure stands for it."""
+    gate = decode_stored(MetricGate, measure, "metric")
+    found = metric_in_process(programs, registry, manifest, gate, base64.b64decode(batch))
+    return {"figure": found if math.isfinite(found) else None}
 
 
 def _positives(labels: torch.Tensor) -> torch.Tensor:
@@ -141,19 +148,3 @@ def _pick(name: str, tensors: Mapping[str, torch.Tensor], where: str) -> torch.T
     if name not in tensors:
         raise BadInputError(f"{where}: has no {name}, only {', '.join(sorted(tensors))}")
     return tensors[name]
-
-
-def _find_out() -> float:
-    url, prefix = sys.argv[1:]
-    head, _, batch = sys.stdin.buffer.read().partition(b"\n")
-    question = decode_stored(Question, json.loads(head), "question")
-    draft = decode(VersionManifest, question.manifest.encode(), "draft manifest")
-    registry = Registry(open_storage(url, must_exist=True), prefix)
-    from publisher.loading import ProgramCache
-
-    programs = ProgramCache(TrustList(config.trust_file()))
-    return metric_in_process(programs, registry, draft, question.gate, batch)
-
-
-if __name__ == "__main__":
-    sys.exit(answer(_find_out))

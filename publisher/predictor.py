@@ -1,4 +1,4 @@
-"""The published model for Python hosts: load, answer, swap whole."""
+"""The published model for Python hosts: load, warm up, answer, swap whole, keep the previous."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
 
 from ckpt import config
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.trust import TrustList
 from publisher import keys
+from publisher.compiled import Packages
+from publisher.images import TableCache, table_files
 from publisher.loading import LoadedVersion, Prediction, ProgramCache, load_version
 from publisher.records import VersionManifest
 from publisher.registry import Registry, open_registry
 from publisher.request import Request
+
+Follow = Literal["live", "canary"]
+_FileState = tuple[object, ...]
 
 
 class Predictor:
@@ -22,8 +29,11 @@ class Predictor:
 
     Args:
         registry_or_root: a registry, or the root whose `serving/` is one.
-        version: the version to load; None: the live one, followed by `refresh()`.
-        trust: the programs that may be loaded on this host; by default the operator's list.
+        version: the version to load; None: what `follow` says, followed by `refresh()`.
+        follow: the live version, or the canary, and the live one where there is no canary.
+        trust: the code that may be loaded on this host; by default the operator's list.
+        cache: where files of an object store's versions are kept, by digest; by default the folder
+            of `ckpt.config.cache_folder`. Without one they are downloaded at each load.
 
     Raises NotFoundError if there is no such version or none is live, CorruptError if its
     files don't match its manifest, BadInputError if its program isn't trusted.
@@ -34,48 +44,54 @@ class Predictor:
         registry_or_root: Registry | str | os.PathLike[str],
         version: int | None = None,
         *,
+        follow: Follow = "live",
         trust: TrustList | None = None,
+        cache: Path | None = None,
     ) -> None:
         if isinstance(registry_or_root, Registry):
             self._registry = registry_or_root
         else:
             self._registry = open_registry(os.fspath(registry_or_root), must_exist=True)
-        self._programs = ProgramCache(trust or TrustList(config.trust_file()))
+        trust = trust or TrustList(config.trust_file())
+        self._programs = ProgramCache(trust)
+        self._packages = Packages(self._registry, trust)
+        self._tables = TableCache(cache or config.cache_folder())
         self._pinned = version
+        self._follow = follow
+        self._sequence = 0
         self._refreshing = threading.Lock()
-        self._refused: tuple[tuple[object, ...], str] | None = None
+        self._refused: dict[int, tuple[_FileState, str]] = {}
         self._counting = threading.Lock()
         self._unknown_ids: Counter[str] = Counter()
-        self._current = self._load(self._target())
-        self._previous: LoadedVersion | None = None
+        first = self._load(self._target())
+        self._held: tuple[LoadedVersion, ...] = (first,)
 
     @property
     def current(self) -> LoadedVersion:
         """The version that answers now. It stays usable for whoever holds it."""
-        return self._current
-
-    @property
-    def version(self) -> int:
-        return self._current.version
+        return self._held[0]
 
     @property
     def loaded(self) -> Mapping[int, LoadedVersion]:
-        """The current version and the one before it, by number."""
-        versions = (self._previous, self._current)
-        return {v.version: v for v in versions if v is not None}
+        """The current version and, after a swap, the previous one, by number."""
+        return {v.version: v for v in self._held}
+
+    @property
+    def version(self) -> int:
+        return self.current.version
 
     @property
     def unknown_ids(self) -> dict[str, int]:
-        """How many ids outside their table each feature has had since this object was made."""
+        """How many ids without a row each feature has had since this object was made."""
         with self._counting:
             return dict(self._unknown_ids)
 
     def predict(self, request: Request) -> Prediction:
         """Answer a request, wholly from one version; BadInputError says what is wrong with it."""
-        return self.predict_with(self._current, request)
+        return self.predict_with(self.current, request)
 
     def predict_with(self, loaded: LoadedVersion, request: Request) -> Prediction:
-        """The same from a version taken from `current` before."""
+        """The same from a version taken from `current` or `loaded` before."""
         prediction = loaded.predict(request)
         if prediction.unknown_ids:
             with self._counting:
@@ -83,10 +99,10 @@ class Predictor:
         return prediction
 
     def refresh(self) -> bool:
-        """Follow the live pointer: load its version beside the current one, then swap.
+        """Follow the pointer: load its version beside the current one, warm it up, then swap.
 
-        True if another version answers now. Requests in flight keep the version that they
-        began with, and its memory is freed when the last of them is done. A version that
+        True if another version answers now. The previous version stays loaded, so that going back
+        to it costs one swap; requests in flight keep the version that they began with. A version that
         doesn't verify raises, the current one stays, and its files are read again only when
         one of them has changed.
         """
@@ -94,31 +110,47 @@ class Predictor:
             target = self._target()
             if target == self.version:
                 return False
-            self._previous, self._current = self._current, self._load(target)
+            loaded = self.loaded.get(target) or self._load(target)
+            self._held = (loaded, self.current)
+            self._forget_others()
             return True
 
     def _target(self) -> int:
         if self._pinned is not None:
             return self._pinned
-        live = self._registry.live()
-        if live is None:
+        move = self._registry.live()
+        if move is not None and move.sequence < self._sequence:
+            return self.version  # an old copy of the pointer, from a cache on the way: wait
+        if move is not None:
+            self._sequence = move.sequence
+            if self._follow == "canary" and move.canary is not None:
+                return move.canary
+        if move is None or move.to_version is None:
             raise NotFoundError(f"{self._registry.url}: no version is live yet; publish one first")
-        return live.to_version
+        return move.to_version
 
     def _load(self, number: int) -> LoadedVersion:
         manifest = self._registry.version(number)
         state = self._file_state(manifest)
-        if self._refused is not None and self._refused[0] == state:
-            raise CorruptError(self._refused[1])
+        refused = self._refused.get(number)
+        if refused is not None and refused[0] == state:
+            raise CorruptError(refused[1])
         try:
-            loaded = load_version(self._registry, manifest, self._programs)
+            loaded = load_version(self._registry, manifest, self._programs, self._tables)
+            loaded.warm_up()
         except CorruptError as e:
-            self._refused = (state, str(e))
+            self._refused[number] = (state, str(e))
             raise
-        self._refused = None
+        self._packages.use(loaded)
+        self._refused.pop(number, None)
         return loaded
 
-    def _file_state(self, manifest: VersionManifest) -> tuple[object, ...]:
+    def _forget_others(self) -> None:
+        """Drop what was kept on disk of versions that aren't loaded any more."""
+        digests = {f.digest for v in self._held for f in table_files(v.manifest)}
+        self._tables.keep_only(self._registry.storage, digests)
+
+    def _file_state(self, manifest: VersionManifest) -> _FileState:
         """Changes when any file of a version does; costs no reading."""
         prefix = self._registry.prefix + keys.version_prefix(manifest.version)
         return tuple((o.key, o.size_bytes, o.etag) for o in self._registry.storage.list(prefix))

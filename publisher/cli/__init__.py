@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckpt.command import entry
-from publisher.cli import moving, paging, publishing, retaining, serving, telling
+from publisher.cli import compiling, moving, paging, publishing, retaining, serving, telling
 from publisher.views.command import export
 
 
@@ -24,7 +24,7 @@ for command in (
     *(telling.status, telling.history),
     *(moving.rollback, moving.promote),
     *(retaining.pin, retaining.unpin, retaining.pins, retaining.prune),
-    *(serving.serve, paging.page, export),
+    *(serving.serve, paging.page, export, compiling.compile_),
 ):
     cli.add_command(command)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from publisher.registry import Registry, open_registry
 
 if TYPE_CHECKING:
     from ckpt.types import EventSink
+    from publisher.compiling import BackgroundCompiler
     from publisher.lease import Lease
-    from publisher.publish import Publisher
+    from publisher.publish import Outcome, Publisher
 
 _policy_option = click.option(
     "--policy",
@@ -74,9 +75,11 @@ def once(
     """
     policy = _effective(options)
     storage, opened = open_root(root), open_registry(root, registry)
-    with _leased(opened, options["lease_ttl"]).kept() as lease:
+    with _leased(opened, options["lease_ttl"]).kept() as lease, ExitStack() as stack:
         lease.acquire_or_fail(_Waiting(lease))
-        publisher = _open_publisher(storage, opened, policy, lease, _WarnSink(), options["who"])
+        publisher = _open_publisher(
+            storage, opened, policy, lease, _WarnSink(), options["who"], stack
+        )
         if step is None:
             outcome = publisher.publish_latest(options["why"] or "publisher once", retry=retry)
         else:
@@ -111,12 +114,26 @@ def once(
     help="Seconds between two looks, each of two listings.",
 )
 @page_options(prefix="page-")
+@click.option(
+    "--compile/--no-compile",
+    "compile_programs",
+    default=True,
+    show_default=True,
+    help="Compile new programs for this CPU in the background, where there is a compiler.",
+)
 @_policy_option
 @_max_error
 @_lease_ttl
 @who_option
 @as_json_flag
-def run(root: str, registry: str | None, interval: float, as_json: bool, **options: Any) -> None:
+def run(
+    root: str,
+    registry: str | None,
+    interval: float,
+    compile_programs: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Publish commits as they appear, until SIGTERM or SIGINT; what was begun is finished.
 
     May be started before the trainer, and beside others: one works, the rest stand by. When behind,
@@ -130,18 +147,26 @@ def run(root: str, registry: str | None, interval: float, as_json: bool, **optio
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
+    compilers: list[BackgroundCompiler] = []
     with ExitStack() as stack:
 
         def open_publisher() -> Publisher:
             storage, opened = open_root(root), open_registry(root, registry)
             lease = _leased(opened, options["lease_ttl"])
-            publisher = _open_publisher(storage, opened, policy, lease, sink, options["who"])
+            publisher = _open_publisher(storage, opened, policy, lease, sink, options["who"], stack)
             stack.enter_context(lease.kept())
+            if compile_programs:
+                compilers.append(stack.enter_context(closing(_compiler(opened, sink))))
             sink.emit("settings", interval_s=interval, policy=asdict(policy))
             return publisher
 
+        def compile_for(outcome: Outcome) -> None:
+            for compiler in compilers:
+                compiler.consider(outcome.version)
+
         stack.enter_context(status_page(root, registry, sink, options))
-        Daemon(open_publisher, stop.wait, pace=Pace(interval_s=interval), sink=sink).run()
+        pace = Pace(interval_s=interval)
+        Daemon(open_publisher, stop.wait, pace=pace, sink=sink, after=compile_for).run()
     sink.emit("stopped")
 
 
@@ -198,6 +223,14 @@ def _leased(registry: Registry, ttl_s: float) -> Lease:
     return Lease(registry, ttl_s=ttl_s)
 
 
+def _compiler(registry: Registry, sink: EventSink) -> BackgroundCompiler:
+    from ckpt.config import trust_file
+    from ckpt.trust import TrustList
+    from publisher.compiling import BackgroundCompiler
+
+    return BackgroundCompiler(registry, TrustList(trust_file()), sink)
+
+
 def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     root: Storage,
     registry: Registry,
@@ -205,6 +238,7 @@ def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     lease: Lease,
     sink: EventSink,
     who: str | None,
+    stack: ExitStack,
 ) -> Publisher:
     from ckpt.config import trust_file
     from ckpt.restore import CheckpointReader
@@ -216,13 +250,15 @@ def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     from publisher.publish import Publisher
 
     trust = TrustList(trust_file())
+    # Its process imports while tables stream.
+    parity = stack.enter_context(closing(parity_in_fresh_process(trust)))
     builder = VersionBuilder(root, registry, ProgramCache(trust), CheckpointReader)
     return Publisher(
         builder,
-        parity_in_fresh_process(trust),
+        parity,
         who or user_at_host(),
         policy=policy,
-        metric=metric_in_fresh_process(trust),
+        metric=metric_in_fresh_process(parity.processes),
         lease=lease,
         sink=sink,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from publisher.gates import GateError
 from publisher.metric import metric_in_fresh_process, metric_in_process
 from publisher.policy import MetricGate
+from publisher.spare import SpareProcesses
 from tests.publisher.conftest import Bench
 from tests.publisher.tiny import request, stamped_tensors
 
@@ -28,12 +30,13 @@ def test_a_fresh_process_finds_what_this_one_finds(local_bench: Bench) -> None:
     local_bench.publish(1)
     manifest = local_bench.registry.version(1)
     here = metric_in_process(local_bench.programs, local_bench.registry, manifest, GATE, batch())
-    fresh = metric_in_fresh_process(local_bench.run.trust)
-    assert fresh(local_bench.registry, manifest, GATE, batch()) == here
-    assert 0.9 < here < 1.1
     wrong = MetricGate("auc", "replay.safetensors", "no_such", "label")
-    with pytest.raises(GateError, match=r"version 1: has no no_such, only dense_stamp, ") as e:
-        fresh(local_bench.registry, manifest, wrong, batch())
+    with closing(SpareProcesses(local_bench.run.trust)) as processes:
+        fresh = metric_in_fresh_process(processes)
+        assert fresh(local_bench.registry, manifest, GATE, batch()) == here
+        assert 0.9 < here < 1.1
+        with pytest.raises(GateError, match=r"version 1: has no no_such, only dense_stamp, ") as e:
+            fresh(local_bench.registry, manifest, wrong, batch())
     assert (e.value.gate, e.value.exit_code) == ("metric", 2)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from ckpt.errors import StorageError
-from publisher import keys, parity
+from ckpt.trust import TrustList
+from publisher import keys, spare
 from publisher.gates import GateError
-from publisher.parity import parity_in_fresh_process
+from publisher.parity import FreshParity, parity_in_fresh_process
 from publisher.records import VersionManifest
 from publisher.registry import Registry
+from publisher.spare import SpareProcesses
 from tests.publisher.conftest import Bench
 from tests.publisher.tiny import flip_byte, random_tensors
 
@@ -37,7 +42,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
         path = tmp_path / "python"
         path.write_text(script)
         path.chmod(0o755)
-        monkeypatch.setattr(parity.sys, "executable", str(path))  # type: ignore[attr-defined]
+        monkeypatch.setattr(spare.sys, "executable", str(path))  # type: ignore[attr-defined]
 
     return install
 
@@ -59,7 +64,7 @@ def test_it_digests_the_published_bytes_again(
         flip_byte(registry.storage, registry.key(draft.version, keys.TABLES), 7)
         return check(registry, draft)
 
-    with pytest.raises(GateError, match=r"tables\.bin: digest is") as e:
+    with pytest.raises(GateError, match=r"tables-00000\.bin: digest is") as e:
         local_bench.publisher(disk_lost_a_bit).publish(local_bench.run.info(2), "test")
     assert (e.value.gate, e.value.exit_code) == ("golden_parity", 5)
     assert local_bench.registry.numbers() == [1]
@@ -71,7 +76,7 @@ def test_it_digests_the_published_bytes_again(
         ("import os; os.kill(os.getpid(), 11)", "died of SIGSEGV: it said nothing"),
         ("import os; os.abort()", "died of SIGABRT"),
         ("raise MemoryError('too large')", "MemoryError: too large"),
-        ("print('hello')", "no figure in the answer"),
+        ("print('hello')", "no answer in what it wrote"),
         ("import sys; sys.exit('error: not trusted')", "not trusted"),
     ],
 )
@@ -97,6 +102,74 @@ def test_a_hang_in_there_fails_the_gate(
     with pytest.raises(GateError, match=r"no answer within 0\.1 s") as e:
         parity_in_fresh_process(local_bench.run.trust, 0.1)(local_bench.registry, published)
     assert e.value.exit_code == StorageError.exit_code
+
+
+@pytest.fixture
+def processes(local_bench: Bench) -> Iterator[SpareProcesses]:
+    made = SpareProcesses(local_bench.run.trust)
+    yield made
+    made.close()
+
+
+def spares_of(parent: int) -> list[int]:
+    """The processes that a publisher has waiting or working."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may end meanwhile
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            is_spare = b"publisher.spare" in (folder / "cmdline").read_bytes()
+            if int(after_name[1]) == parent and is_spare:
+                found.append(int(folder.name))
+    return found
+
+
+@contextmanager
+def ending(pid: int) -> Iterator[None]:
+    """What is done inside must end this process."""
+    fd = os.pidfd_open(pid)
+    try:
+        yield
+        assert select.select([fd], [], [], 60)[0], "it goes on"
+    finally:
+        os.close(fd)
+
+
+def test_each_version_has_a_process_that_was_waiting(
+    local_bench: Bench, published: VersionManifest, processes: SpareProcesses
+) -> None:
+    processes.start()
+    processes.start()
+    [waiting] = spares_of(os.getpid())
+    check = FreshParity(processes)
+    assert check(local_bench.registry, published) == published.gates[-1].value
+    [other] = spares_of(os.getpid())  # the first one is gone, and the next one waits
+    assert other != waiting
+    with ending(other):
+        os.kill(other, signal.SIGKILL)  # while it waits: that is no version's fault
+    assert check(local_bench.registry, published) == published.gates[-1].value
+    check.close()
+    check.close()
+    assert spares_of(os.getpid()) == []
+
+
+@pytest.mark.crash
+def test_a_waiting_process_ends_with_its_parent(trust: TrustList) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from ckpt.trust import TrustList;"
+        "from publisher.spare import SpareProcesses;"
+        f"made = SpareProcesses(TrustList(Path({str(trust.path)!r}))); made.start();"
+        "print('started', flush=True); time.sleep(600)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as parent:
+        assert parent.stdout is not None
+        try:
+            parent.stdout.readline()
+            [spare_pid] = spares_of(parent.pid)
+            with ending(spare_pid):
+                parent.kill()
+        finally:
+            parent.kill()
 
 
 def test_it_needs_no_trainer_and_no_torchrec() -> None:

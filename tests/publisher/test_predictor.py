@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
+from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.trust import TrustList
+from ckpt.types import FileEntry
 from publisher import keys
 from publisher.pointer import Reason
 from publisher.predictor import Predictor
+from publisher.records import Pointer, encode
 from publisher.registry import Registry
 from tests.faults import FaultyStorage
 from tests.publisher.conftest import Bench, make_bench
@@ -177,8 +182,6 @@ def test_d55_a_slow_copy_is_loaded_when_it_is_whole(trust: TrustList, order: str
     for key in copy_version(1):
         copy(key)
     first = bench.registry.history()[0]
-    from publisher.records import Pointer, encode
-
     target.put("serving/live.json", encode(Pointer(first, 0, (), 0)))
     predictor = Predictor(copied, trust=trust)
     target.put("serving/live.json", bench.run.root.read("serving/live.json"))
@@ -223,10 +226,6 @@ def test_a_refused_version_is_read_again_only_when_it_changed(trust: TrustList) 
 @pytest.mark.parametrize("damage", ["outside", "rows"])
 def test_a_manifest_that_points_outside_its_file_is_refused(bench: Bench, damage: str) -> None:
     """The lookup reads memory by these numbers and checks nothing."""
-    from dataclasses import replace
-
-    from publisher.records import encode
-
     publish_stamped(bench, 1)
     manifest = bench.registry.version(1)
     table = manifest.tables[0]
@@ -238,21 +237,6 @@ def test_a_manifest_that_points_outside_its_file_is_refused(bench: Bench, damage
     changed = replace(manifest, tables=(bad, *manifest.tables[1:]))
     bench.run.root.put(bench.registry.key(1, keys.MANIFEST), encode(changed))
     with pytest.raises(CorruptError, match=r"up to byte|aren't those of its description"):
-        Predictor(Registry(bench.run.root), trust=bench.run.trust)
-
-
-def test_parts_are_for_a_later_version(bench: Bench) -> None:
-    from dataclasses import replace
-
-    from ckpt.errors import UnsupportedFormatError
-    from publisher.records import encode
-
-    publish_stamped(bench, 1)
-    manifest = bench.registry.version(1)
-    table = replace(manifest.tables[0], parts=manifest.tables[0].parts * 2)
-    changed = replace(manifest, tables=(table, *manifest.tables[1:]))
-    bench.run.root.put(bench.registry.key(1, keys.MANIFEST), encode(changed))
-    with pytest.raises(UnsupportedFormatError, match="is in 2 parts"):
         Predictor(Registry(bench.run.root), trust=bench.run.trust)
 
 
@@ -315,3 +299,100 @@ def test_requests_in_flight_keep_their_version(local_bench: Bench) -> None:
             local_bench.run.root.delete(local_bench.registry.key(version, name))
     assert predictor.predict_with(begun, GOLDEN).outputs["user_stamp"].tolist() == [1, 2, 0, 1]
     assert predictor.predict(GOLDEN).outputs["user_stamp"].tolist() == [2, 4, 0, 2]
+
+
+def test_the_previous_version_answers_at_once_after_a_rollback(bench: Bench) -> None:
+    """It stays loaded: nothing of it is read again, and its files may be gone."""
+    publish_stamped(bench, 1)
+    memory = bench.run.root
+    faulty = FaultyStorage(memory)
+    predictor = Predictor(Registry(faulty), trust=bench.run.trust)
+    first = predictor.current
+    publish_stamped(bench, 2, 3)
+    predictor.refresh()
+    assert sorted(predictor.loaded) == [1, 3]
+    bench.registry.rollback(1, WHY)
+    faulty.calls.clear()
+    assert predictor.refresh()
+    assert predictor.current is first
+    assert {key for _, key in faulty.calls} == {"serving/live.json"}
+    assert sorted(predictor.loaded) == [1, 3]
+    assert predictor.loaded[3].predict(GOLDEN).version == 3
+    bench.registry.rollback(3, WHY)
+    assert predictor.refresh()
+    assert predictor.version == 3
+
+
+def move(bench: Bench, **changes: object) -> None:
+    """Put another move where the pointer is."""
+    live = bench.registry.live()
+    assert live is not None
+    moved = replace(live, **changes)  # type: ignore[arg-type]
+    bench.run.root.put("serving/live.json", encode(Pointer(moved, 0, (), 0)))
+
+
+def test_a_canary_is_followed_while_there_is_one(bench: Bench) -> None:
+    publish_stamped(bench, 1, 2)
+    move(bench, to_version=1, canary=2, sequence=3)
+    canary = Predictor(bench.registry, follow="canary", trust=bench.run.trust)
+    live = open_predictor(bench)
+    assert (canary.version, live.version) == (2, 1)
+    move(bench, canary=None, sequence=4)
+    assert canary.refresh()
+    assert not live.refresh()
+    assert (canary.version, live.version) == (1, 1)
+
+
+def test_an_old_copy_of_the_pointer_moves_nothing_back(bench: Bench) -> None:
+    publish_stamped(bench, 1)
+    old = bench.run.root.read("serving/live.json")
+    publish_stamped(bench, 2)
+    predictor = open_predictor(bench)
+    bench.run.root.put("serving/live.json", old)
+    assert not predictor.refresh()
+    assert predictor.version == 2
+
+
+def test_a_version_that_answers_otherwise_here_is_not_swapped_in(bench: Bench) -> None:
+    """Its files are whole, but its golden request isn't answered as it was when it was published."""
+    publish_stamped(bench, 1)
+    predictor = Predictor(Registry(bench.run.root), trust=bench.run.trust)
+    publish_stamped(bench, 2)
+    key = bench.registry.key(2, keys.REFERENCE)
+    wrong = {n: t + 0.02 for n, t in safetensors.torch.load(bench.run.root.read(key)).items()}
+    data = safetensors.torch.save(wrong)
+    manifest = bench.registry.version(2)
+    files = tuple(
+        FileEntry(f.key, len(data), digest_of(data)) if f.key == keys.REFERENCE else f
+        for f in manifest.files
+    )
+    bench.run.root.put(key, data)
+    bench.run.root.put(bench.registry.key(2, keys.MANIFEST), encode(replace(manifest, files=files)))
+    with pytest.raises(CorruptError, match=r"golden request is 0\.02 away from fp32"):
+        predictor.refresh()
+    with pytest.raises(CorruptError, match=r"golden request is 0\.02 away"):
+        predictor.refresh()
+    assert predictor.version == 1
+
+
+def test_d57_parts_of_two_versions_are_refused(bench: Bench) -> None:
+    """A manifest must be of one step; a half-replaced version keeps the old one, label and weights."""
+    publish_stamped(bench, 1)
+    predictor = open_predictor(bench)
+    publish_stamped(bench, 2)
+    tables = bench.run.root.read(bench.registry.key(2, keys.TABLES))
+    bench.run.root.put(
+        bench.registry.key(2, keys.TABLES),
+        bench.run.root.read(bench.registry.key(1, keys.TABLES)),
+    )
+    with pytest.raises(CorruptError, match="digest is"):
+        predictor.refresh()
+    answer = predictor.predict(GOLDEN)
+    assert (answer.version, answer.outputs["user_stamp"].tolist()) == (1, [1, 2, 0, 1])
+    bench.run.root.put(bench.registry.key(2, keys.TABLES), tables)
+    assert predictor.refresh()
+    assert predictor.predict(GOLDEN).outputs["user_stamp"].tolist() == [2, 4, 0, 2]
+    mixed = replace(bench.registry.version(2), table_step=1)
+    bench.run.root.put(bench.registry.key(2, keys.MANIFEST), encode(mixed))
+    with pytest.raises(CorruptError, match="dense, tables and id maps are of steps 2, 1, 2"):
+        Predictor(Registry(bench.run.root), trust=bench.run.trust)
