@@ -15,7 +15,7 @@ DESCRIPTION = "description.json"
 PROGRAM = "program.pt2"
 DENSE = "dense.safetensors"
 ID_MAPS = "idmaps.safetensors"
-TABLES = "tables.bin"
+TABLES = "tables-00000.bin"
 GOLDEN = "golden.safetensors"
 REFERENCE = "reference.safetensors"
 

@@ -19,9 +19,9 @@ from ckpt.storage import LocalStorage
 from ckpt.trust import TrustList
 from ckpt.types import FileEntry
 from publisher import keys
+from publisher.formats import ALIGN_BYTES, row_bytes
 from publisher.lookup import Int8Lookup
 from publisher.program import BoundProgram, DenseProgram
-from publisher.quantise import ALIGN_BYTES, row_bytes
 from publisher.records import PublishedTable, VersionManifest
 from publisher.registry import Registry
 from publisher.request import Request, RequestSpec, dtype_name, torch_dtype
@@ -241,7 +241,11 @@ def _check_table(manifest: VersionManifest, table: PublishedTable) -> None:
         )
     end = table.parts[0].offset + max(table.rows, 1) * table.row_bytes
     size = manifest.file(keys.TABLES).size_bytes
-    if table.row_bytes != row_bytes(table.dim) or table.parts[0].offset % ALIGN_BYTES or end > size:
+    if (
+        table.row_bytes != row_bytes("int8_rowwise", table.dim)
+        or table.parts[0].offset % ALIGN_BYTES
+        or end > size
+    ):
         raise CorruptError(f"{what}: rows of {table.row_bytes} bytes up to byte {end} of {size}")
 
 

@@ -202,7 +202,7 @@ def test_storage_failures_are_retried_with_growing_waits(trust: TrustList) -> No
     faulty = FaultyStorage(MemoryStorage())
     bench = make_bench(faulty, trust)
     bench.run.commit(1, random_tensors())
-    faulty.on("writer", "*tables.bin").times(5).fail(StorageError("503"))
+    faulty.on("writer", "*tables-*.bin").times(5).fail(StorageError("503"))
     waits = run_daemon(bench, *[nothing] * 7)
     assert waits == [0.0, 4.0, 8.0, 16.0, 20.0, 20.0, 2.0, 2.0]
     assert live_steps(bench) == [1]
