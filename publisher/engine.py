@@ -6,7 +6,7 @@ nothing of them is left running when `map` raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from publisher.policy import BuildPolicy
     from publisher.writing import TableWriter
 
+OpenWriter = Callable[[BuildJob], "TableWriter"]
+"""Runs in the worker; given to other processes by its name."""
 ATTEMPTS = 2
 """How often a task is tried whose worker dies."""
 
@@ -81,14 +83,11 @@ class Failure:
         return known(self.message)
 
 
-def work(job: BuildJob, task: FileTask) -> FileResult | Failure:
-    """One task in a process that has nothing yet."""
+def open_writer(job: BuildJob) -> TableWriter:
+    """What a worker works with."""
     from publisher.writing import TableWriter
 
-    try:
-        return TableWriter.open(job).write(task)
-    except Exception as e:
-        return Failure.of(e)
+    return TableWriter.open(job)
 
 
 def engine_of(policy: BuildPolicy) -> Engine:

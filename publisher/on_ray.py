@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import BadInputError
-from publisher.engine import ATTEMPTS, Failure, WorkerError, work
-from publisher.tasks import FileResult, FileTask
+from publisher.engine import ATTEMPTS, Failure, OpenWriter, WorkerError, open_writer
+from publisher.tasks import BuildJob, FileResult, FileTask
 
 if TYPE_CHECKING:
     from publisher.writing import TableWriter
@@ -24,9 +24,10 @@ class RayCluster:
 
     Args:
         workers: most tasks at a time; 0: one for each CPU of the cluster.
+        opens: opens a worker's writer.
     """
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0, opens: OpenWriter = open_writer) -> None:
         try:
             import ray
         except ImportError:
@@ -35,6 +36,7 @@ class RayCluster:
             ) from None
         self._ray: Any = ray
         self._workers = workers
+        self._opens = opens
 
     def map(self, writer: TableWriter, tasks: Sequence[FileTask]) -> Iterator[FileResult]:
         ray = self._ray
@@ -44,7 +46,7 @@ class RayCluster:
         count = min(self._workers or sum(hosts), len(tasks))
         fit, job = writer.job.shared(min(count, max(hosts, default=1)))
         count = max(1, min(count, fit * len(hosts)))
-        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(work)
+        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_work)
         waiting = list(reversed(tasks))
         busy: dict[Any, FileTask] = {}
         shared = ray.put(job)  # once, not with each task
@@ -52,7 +54,7 @@ class RayCluster:
             while waiting or busy:
                 while waiting and len(busy) < count:
                     task = waiting.pop()
-                    busy[remote.remote(shared, task)] = task
+                    busy[remote.remote(self._opens, shared, task)] = task
                 for ref in ray.wait(list(busy))[0]:
                     yield self._result(ref, busy.pop(ref))
         finally:
@@ -72,3 +74,11 @@ class RayCluster:
             self._ray.cancel(ref, force=True)
         if refs:
             self._ray.wait(refs, num_returns=len(refs), timeout=_STOP_S)
+
+
+def _work(opens: OpenWriter, job: BuildJob, task: FileTask) -> FileResult | Failure:
+    """One task in a process of the cluster."""
+    try:
+        return opens(job).write(task)
+    except Exception as e:
+        return Failure.of(e)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, cast
 
 from ckpt.errors import BadInputError
-from publisher.engine import ATTEMPTS, Failure, WorkerError
+from publisher.engine import ATTEMPTS, Failure, OpenWriter, WorkerError, open_writer
 from publisher.tasks import BuildJob, FileResult, FileTask
 
 if TYPE_CHECKING:
@@ -23,24 +23,29 @@ class ProcessPool:
     """Spawned processes of this host; each opens the checkpoint for itself.
 
     They end with this process, however it ends. A worker that is killed is replaced, and its task
-    done again, once.
+    done again, once. As with all spawned processes, a script that uses this needs its
+    `if __name__ == "__main__":`.
+
+    Args:
+        workers: most processes at a time.
+        opens: opens a worker's writer.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, opens: OpenWriter = open_writer) -> None:
         if workers < 1:
             raise BadInputError(f"{workers} workers: give 1 or more")
         self._workers = workers
+        self._opens = opens
 
     def map(self, writer: TableWriter, tasks: Sequence[FileTask]) -> Iterator[FileResult]:
         count, job = writer.job.shared(min(self._workers, len(tasks)))
-        threads = max(1, (os.cpu_count() or 1) // count)
         waiting = [(task, 1) for task in reversed(tasks)]
         busy: dict[Connection, _Worker] = {}
         idle: list[_Worker] = []
         try:
             while waiting or busy:
                 while waiting and len(busy) < count:
-                    worker = idle.pop() if idle else _Worker(job, threads)
+                    worker = idle.pop() if idle else _Worker(job, self._opens)
                     busy[worker.connection] = worker
                     worker.begin(*waiting.pop())
                 for ready in wait(list(busy)):
@@ -63,11 +68,11 @@ class ProcessPool:
 class _Worker:
     """One process and the task that it has."""
 
-    def __init__(self, job: BuildJob, threads: int) -> None:
+    def __init__(self, job: BuildJob, opens: OpenWriter) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, job, threads), name="publisher-worker", daemon=True
+            target=_work, args=(theirs, job, opens), name="publisher-worker", daemon=True
         )
         self._process.start()
         theirs.close()
@@ -98,16 +103,11 @@ class _Worker:
         self.connection.close()
 
 
-def _work(connection: Connection, job: BuildJob, threads: int) -> None:
+def _work(connection: Connection, job: BuildJob, opens: OpenWriter) -> None:
     """A worker process: tasks in, results or failures out."""
     for name in (signal.SIGINT, signal.SIGTERM):  # its parent decides when it ends
         signal.signal(name, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import torch
-
-    from publisher.writing import TableWriter
-
-    torch.set_num_threads(threads)
     writer: TableWriter | None = None
     while True:
         try:
@@ -116,7 +116,7 @@ def _work(connection: Connection, job: BuildJob, threads: int) -> None:
             return
         answer: FileResult | Failure
         try:
-            writer = writer or TableWriter.open(job)
+            writer = writer or opens(job)
             answer = writer.write(task)
         except Exception as e:
             answer = Failure.of(e)

@@ -53,19 +53,20 @@ def encode_rows(values: torch.Tensor, table_format: TableFormat) -> Encoded:
 
 def check_finite(
     values: torch.Tensor, what: str, first: int = 0, table_format: TableFormat | None = None
-) -> None:
-    """Raise GateError `finite`, naming the first bad row, unless the format holds all values.
+) -> float:
+    """The largest |value| of (rows, ...); GateError `finite`, naming the first row that is no good.
 
-    Without a format any finite value will do. Quantising turns a NaN into an ordinary number, and
-    a row with a value below fp16's range into zeros, so this comes before it. One pass for minimum
-    and maximum finds all of it: both are NaN if any value is, and unlike a sum they can't overflow.
+    A format must hold all values; without one any finite value will do. Quantising turns a NaN into
+    an ordinary number, and a row with a value below fp16's range into zeros, so this comes before
+    it. One pass for minimum and maximum finds all of it: both are NaN if any value is, and unlike
+    a sum they can't overflow.
     """
     if values.numel() == 0:
-        return
+        return 0.0
     limit = torch.finfo(values.dtype).max if table_format is None else LIMITS[table_format]
     low, high = (x.item() for x in torch.aminmax(values))
     if low >= -limit and high <= limit:
-        return
+        return float(max(-low, high))
     rows = values.reshape(len(values), -1)
     bad, why = ~torch.isfinite(rows), "NaN or infinite"
     if not bad.any():

@@ -62,14 +62,16 @@ class RowSums:
         )
 
 
-def sums_of(values: torch.Tensor, encoded: Encoded) -> RowSums:
-    """The sums of finite fp32 rows, (rows, dim), and of what they were encoded to: all of them."""
+def sums_of(values: torch.Tensor, largest: float, encoded: Encoded) -> RowSums:
+    """The sums of fp32 rows, (rows, dim), and of what they were encoded to: of all, not of a sample.
+
+    largest: the largest |value|, which is finite.
+    """
     import torch
 
     rows = len(values)
     if values.numel() == 0:
         return RowSums(rows, 0, norm_counts=(rows,) + (0,) * (NORM_COUNTS - 1))
-    largest = max(abs(x.item()) for x in torch.aminmax(values))
     # Only fp32 tables can hold values whose squares need more than fp32.
     norms = torch.linalg.vector_norm(
         values, dim=1, dtype=torch.float64 if largest > _SAFE else torch.float32

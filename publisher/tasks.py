@@ -8,7 +8,7 @@ workers, writes the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckpt.manifest import CommitRecord
@@ -106,18 +106,17 @@ def plan_files(tables: Iterable[Table], file_bytes: int = FILE_BYTES) -> tuple[F
     for table, start in zip(tables, starts, strict=True):
         total = _up(total, start) + table.size_bytes
     count = max(1, math.ceil(total / file_bytes))
-    ends = [math.ceil(total * n / count) for n in range(1, count)]
-    layout = _Layout(ends)
+    layout = _Layout(total, count)
     for table, start in zip(tables, starts, strict=True):
         layout.place(table, start)
     return layout.files()
 
 
 class _Layout:
-    """Walks through the image, closing files. `ends` are where the files but the last may end."""
+    """Walks through an image of `total` bytes, closing `count` files at most."""
 
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = list(ends)
+    def __init__(self, total: int, count: int) -> None:
+        self._total, self._count = total, count
         self._pieces: list[list[Piece]] = [[]]
         self._sizes: list[int] = []
         self._begin = self._at = 0  # of the current file, and of what comes next, in the image
@@ -159,10 +158,9 @@ class _Layout:
         self._begin = self._at = at
 
     def _next_end(self, after: int) -> int | None:
-        """From where on the current file may end; None if it is the last one."""
-        while self._ends and self._ends[0] <= after:
-            self._ends.pop(0)
-        return self._ends[0] if self._ends else None
+        """Where the first file's share ends that ends after a byte; None for that of the last one."""
+        n = after * self._count // max(self._total, 1) + 1
+        return None if n >= self._count else -(-self._total * n // self._count)
 
 
 def join_tables(

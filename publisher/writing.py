@@ -10,6 +10,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -71,7 +72,7 @@ class TableWriter:
         key = self.job.prefix + task.name
         sums = []
         try:
-            with self._registry.writer(key) as raw:
+            with _one_thread(), self._registry.writer(key) as raw:
                 out = DigestingWriter(raw, self.job.digest)
                 for piece in task.pieces:
                     out.fill(piece.offset)
@@ -100,9 +101,9 @@ class TableWriter:
             values = block.float().contiguous()
             at += len(block)
             del block  # it holds a whole chunk, and the next one is about to be read
-            check_finite(values, f"{table.fqn} row", first, table.format)
+            largest = check_finite(values, f"{table.fqn} row", first, table.format)
             encoded = encode_rows(values, table.format)
-            sums += sums_of(values, encoded)
+            sums += sums_of(values, largest, encoded)
             out.write(memoryview(encoded.stored.flatten().numpy().data))
         if at != last:
             raise GateError(
@@ -111,6 +112,17 @@ class TableWriter:
                 f"{piece.first_row} on were read",
             )
         return sums
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Blocks are too small to be shared out: on busy cores threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class DigestingWriter:
