@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.schema import FeatureSpec, LookupSpec, Pooling
 from publisher.lookup import Int8Lookup, pool_rows
-from publisher.quantise import DigestingWriter, write_table
+from tests.publisher.image import Rows, offsets_in_image, tables_of, write_all
 
 MARK = 1000.0
 Bags = Sequence[Sequence[int]]
@@ -23,27 +23,20 @@ class Tables:
 
     def __init__(self, spec: LookupSpec, *, marked: bool) -> None:
         self.rows: dict[str, torch.Tensor] = {}
-        data = bytearray()
-
-        class Sink:
-            def write(self, piece: bytes | bytearray | memoryview) -> None:
-                data.extend(piece)
-
-        out = DigestingWriter(Sink(), "xxh3-128")
-        self.offsets: dict[str, int] = {}
-        for f in spec.features:
-            if f.table_fqn in self.offsets:
+        stored: dict[str, torch.Tensor] = {}
+        for n, f in enumerate(spec.features):
+            if f.table_fqn in self.rows:
                 continue
             # Whole steps of one number: int8 holds them exactly.
             table = torch.randint(0, 256, (f.rows, f.dim)).float()
             if f.rows:
                 table[:, 0], table[:, -1] = 0.0, 255.0
-            self.rows[f.table_fqn] = table
-            made = write_table(out, "f", f.table_fqn, (f.rows, f.dim), [(0, table)])
-            self.offsets[f.table_fqn] = made.parts[0].offset
+            self.rows[f.table_fqn] = stored[f.table_fqn] = table
             if marked:
-                write_table(out, "f", "mark", (4, f.dim), [(0, torch.full((4, f.dim), MARK))])
-        self.data = torch.frombuffer(data, dtype=torch.uint8)
+                stored[f"mark.{n}"] = torch.full((4, f.dim), MARK)
+        image, made, results = write_all(tables_of(stored), Rows(stored))
+        self.offsets = offsets_in_image(made, results)
+        self.data = torch.frombuffer(bytearray(image), dtype=torch.uint8)
         self.lookup = Int8Lookup(spec, self.data, self.offsets)
 
 
