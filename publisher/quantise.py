@@ -6,8 +6,6 @@ quantising operators put it behind.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import fbgemm_gpu  # noqa: F401  (registers the operators)
 import torch
 
@@ -24,31 +22,34 @@ LIMITS: dict[TableFormat, float] = {
 """The largest |value| of each format: scale and bias of a row within fp16's range are so too."""
 
 
-class Encoded(NamedTuple):
-    """Rows in a format: `stored`, uint8 (rows, row_bytes), and the fp32 values that they stand for."""
-
-    stored: torch.Tensor
-    values: torch.Tensor
-
-
-def encode_rows(values: torch.Tensor, table_format: TableFormat) -> Encoded:
-    """Encode fp32 (rows, dim), contiguous and within the format's limit."""
+def encode_rows(values: torch.Tensor, table_format: TableFormat) -> torch.Tensor:
+    """uint8 (rows, row_bytes) of fp32 (rows, dim), contiguous and within the format's limit."""
     if table_format == "fp32":
-        return Encoded(values.view(torch.uint8), values)
+        return values.view(torch.uint8)
     if table_format == "fp16":
-        halves = values.half()
-        return Encoded(halves.view(torch.uint8), halves.float())
+        return values.half().view(torch.uint8)
     bits = 8 if table_format == "int8_rowwise" else 4
     dim = values.shape[1]
     if past := -dim % (16 // bits):
-        # The operators want whole words; a value once more changes neither scale nor bias.
+        # The operator wants whole words; a value once more changes neither scale nor bias.
         values = torch.cat([values, values[:, -1:].expand(-1, past)], 1)
     packed = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(values, bits)
-    restored = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(packed, bits)
     stored = torch.empty(len(values), row_bytes(table_format, dim), dtype=torch.uint8)
     stored[:, :ROW_HEAD_BYTES] = packed[:, -ROW_HEAD_BYTES:]
     stored[:, ROW_HEAD_BYTES:] = packed[:, : stored.shape[1] - ROW_HEAD_BYTES]
-    return Encoded(stored, restored[:, :dim])
+    return stored
+
+
+def decode_rows(stored: torch.Tensor, table_format: TableFormat) -> torch.Tensor:
+    """fp32 (rows, dim) of uint8 (rows, row_bytes), as a host reads them."""
+    if table_format in ("fp16", "fp32"):
+        dtype = torch.float16 if table_format == "fp16" else torch.float32
+        return stored.contiguous().view(dtype).float()
+    head = stored[:, :ROW_HEAD_BYTES].contiguous().view(torch.float16).float()
+    body = stored[:, ROW_HEAD_BYTES:]
+    if table_format == "int4_rowwise":
+        body = torch.stack([body & 15, body >> 4], 2).flatten(1)
+    return (body * head[:, :1]).add_(head[:, 1:])
 
 
 def check_finite(

@@ -23,11 +23,11 @@ from ckpt.types import Buffer, DigestName, FileEntry
 from publisher.formats import PAGE_BYTES
 from publisher.gates import GateError
 from publisher.quantise import check_finite, encode_rows
-from publisher.sums import RowSums, sums_of
+from publisher.sums import RowSums, Tally
 from publisher.tasks import BuildJob, FileResult, FileTask, Piece
 
 _LEAST_BLOCK_BYTES = 64 << 10
-_MOST_BLOCK_BYTES = 1 << 20  # what stays in a core's cache from check to write
+_MOST_BLOCK_BYTES = 2 << 20  # about what stays in a core's cache from check to write
 _FORMS = 8  # of a block, at most, that are held at once: values, packed, restored, errors, ...
 _BUFFER_BYTES = 1 << 20
 
@@ -87,7 +87,7 @@ class TableWriter:
 
     def _write_piece(self, out: DigestingWriter, piece: Piece) -> RowSums:
         table, last = piece.table, piece.first_row + piece.rows
-        sums, at = RowSums(), piece.first_row
+        tally, at = Tally(table), piece.first_row
         step = max(1, self._block_bytes // (4 * table.dim))
         for first, block in self._source.iter_rows(
             table.fqn, piece.first_row, piece.rows, most_rows=step
@@ -102,16 +102,16 @@ class TableWriter:
             at += len(block)
             del block  # it holds a whole chunk, and the next one is about to be read
             largest = check_finite(values, f"{table.fqn} row", first, table.format)
-            encoded = encode_rows(values, table.format)
-            sums += sums_of(values, largest, encoded)
-            out.write(memoryview(encoded.stored.flatten().numpy().data))
+            stored = encode_rows(values, table.format)
+            tally.add(first, values, largest, stored)
+            out.write(memoryview(stored.flatten().numpy().data))
         if at != last:
             raise GateError(
                 "coverage",
                 f"{table.fqn}: {at - piece.first_row} of {piece.rows} rows from row "
                 f"{piece.first_row} on were read",
             )
-        return sums
+        return tally.sums()
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 from ckpt.errors import BadInputError
 from publisher.formats import row_bytes
 from publisher.gates import GateError
-from publisher.quantise import LIMITS, check_finite, encode_rows
+from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
 from publisher.records import TableFormat
-from publisher.sums import RowSums, sums_of
-from tests.publisher.image import Rows, decode, offsets_in_image, tables_of, write_all
+from publisher.sums import RowSums, Tally
+from publisher.tasks import Table
+from tests.publisher.image import Rows, offsets_in_image, tables_of, write_all
 
 FORMATS: list[TableFormat] = ["int8_rowwise", "int4_rowwise", "fp16", "fp32"]
 SPARSE = {
@@ -41,10 +42,9 @@ def test_rows_come_back_within_half_a_step(dim: int, table_format: TableFormat) 
             row_bytes(table_format, dim)
         return
     table = torch.randn(100, dim)
-    encoded = encode_rows(table, table_format)
-    assert encoded.stored.shape == (100, row_bytes(table_format, dim))
-    restored = decode(encoded.stored, dim, table_format)
-    torch.testing.assert_close(encoded.values, restored, rtol=0, atol=1e-6)
+    stored = encode_rows(table, table_format)
+    assert stored.shape == (100, row_bytes(table_format, dim))
+    restored = decode_rows(stored, table_format)
     span = table.amax(1, keepdim=True) - table.amin(1, keepdim=True)
     levels = {"int8_rowwise": 255, "int4_rowwise": 15}.get(table_format, math.inf)
     # Half a step, and what fp16 loses of the scale and of the bias.
@@ -76,7 +76,7 @@ def test_fbgemms_lookup_reads_the_rows(dim: int, table_format: TableFormat) -> N
     operator.weights_offsets = torch.tensor([offset])
     operator.weights_host = torch.frombuffer(bytearray(image), dtype=torch.uint8)
     got = operator(torch.tensor([0, 19, 7]), torch.tensor([0, 1, 2, 3]))
-    want = encode_rows(tensors["t"], table_format).values[[0, 19, 7]]
+    want = decode_rows(encode_rows(tensors["t"], table_format), table_format)[[0, 19, 7]]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_the_bits_are_fbgemms(bits: int) -> None:
     table = torch.randn(200, 64) * 10 ** torch.empty(200, 1).uniform_(-8, 4)
     table[7] = 3.25
     theirs = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(table, bits)
-    stored = encode_rows(table, table_format).stored
+    stored = encode_rows(table, table_format)
     assert torch.equal(stored, torch.cat([theirs[:, -4:], theirs[:, :-4]], 1))
 
 
@@ -114,7 +114,7 @@ def test_d50_what_a_format_cannot_hold_is_refused_by_row(
 def test_rows_at_the_limit_keep_their_ends(table_format: TableFormat) -> None:
     limit = LIMITS[table_format]
     rows = torch.tensor([[limit, -limit, 0.0, 1.0], [limit] * 4, [-limit] * 4])
-    restored = decode(encode_rows(rows, table_format).stored, 4, table_format)
+    restored = decode_rows(encode_rows(rows, table_format), table_format)
     assert torch.isfinite(restored).all()
     torch.testing.assert_close(restored[:, :2], rows[:, :2], rtol=1e-3, atol=0)
 
@@ -130,23 +130,30 @@ def test_other_float_tables(dtype: torch.dtype) -> None:
     table = torch.randn(50, 4).to(dtype)
     tables = tables_of({"t": table})
     assert write_all(tables, Rows({"t": table}, 9))[0] == (
-        encode_rows(table.float(), "int8_rowwise").stored.numpy().tobytes()
+        encode_rows(table.float(), "int8_rowwise").numpy().tobytes()
     )
 
 
-def sums(table: torch.Tensor, table_format: TableFormat) -> RowSums:
-    largest = check_finite(table, "t row", 0, table_format)
-    return sums_of(table, largest, encode_rows(table, table_format))
+def sums(
+    table: torch.Tensor, table_format: TableFormat, first: int = 0, rows: int = 1000
+) -> RowSums:
+    """Of the rows from `first` on of a table of `rows` rows, in two blocks."""
+    tally = Tally(Table("t", rows, table.shape[1], table_format))
+    for at, block in ((0, table[: len(table) // 3]), (len(table) // 3, table[len(table) // 3 :])):
+        largest = check_finite(block, "t row", 0, table_format)
+        tally.add(first + at, block, largest, encode_rows(block, table_format))
+    return tally.sums()
 
 
 @pytest.mark.parametrize("table_format", FORMATS)
 def test_the_sums_of_parts_are_those_of_the_table(table_format: TableFormat) -> None:
     table = torch.randn(1000, 16) * 10 ** torch.empty(1000, 1).uniform_(-9, 3)
     table[::7] = 0.0
-    errors = (encode_rows(table, table_format).values - table).double()
+    restored = decode_rows(encode_rows(table, table_format), table_format)
+    errors = (restored - table).double()
     norms = table.double().norm(dim=1)
-    total = sums(table[:1], table_format) + sums(table[1:640], table_format)
-    total = RowSums() + total + sums(table[640:], table_format) + sums(table[:0], table_format)
+    total = sums(table[:1], table_format) + sums(table[1:640], table_format, 1)
+    total = RowSums() + total + sums(table[640:], table_format, 640) + sums(table[:0], table_format)
     stats = total.stats()
     assert stats.mean_norm == pytest.approx(float(norms.mean()), rel=1e-6)
     assert stats.max_norm == pytest.approx(float(norms.max()), rel=1e-6)
@@ -160,10 +167,22 @@ def test_the_sums_of_parts_are_those_of_the_table(table_format: TableFormat) -> 
     assert stats.norm_counts[20] == exponents.count(-1)
 
 
+def test_errors_of_a_large_table_are_those_of_every_fourth_row() -> None:
+    table = torch.randn(1001, 8)
+    table[3::4] *= 100
+    large = 1 << 20
+    total = sums(table[:1], "int8_rowwise", 5, large) + sums(table[1:], "int8_rowwise", 6, large)
+    mine = table[3::4]  # row 5 + 3 of the table is the first that can be divided by 4
+    errors = decode_rows(encode_rows(mine, "int8_rowwise"), "int8_rowwise") - mine
+    assert total.error_values == mine.numel()
+    assert total.stats().max_abs_err == float(errors.abs().max())
+    assert total.stats().rms_err == pytest.approx(float(errors.double().square().mean().sqrt()))
+    assert sum(total.norm_counts) == 1001
+
+
 def test_sums_of_what_fp32_cannot_square() -> None:
     table = torch.tensor([[3e38, 3e38], [1e-30, 0.0], [0.0, 0.0]])
     stats = sums(table, "fp32").stats()
     assert stats.max_norm == pytest.approx(3e38 * math.sqrt(2))
     assert math.isfinite(stats.rms)
     assert (stats.norm_counts[0], stats.norm_counts[1], stats.norm_counts[-1]) == (1, 1, 1)
-    assert sums(torch.zeros(5, 0), "fp32").stats().norm_counts[0] == 5
