@@ -46,6 +46,22 @@ class _Stored(NamedTuple):
     digest: str
 
 
+class _Rows(NamedTuple):
+    """A chunk by the rows [row, stop) of the tensor that it holds its columns of."""
+
+    row: int
+    stop: int
+    stored: _Stored
+    chunk: ChunkEntry
+
+
+class _Held(NamedTuple):
+    """A chunk that was read."""
+
+    rows: _Rows
+    data: torch.Tensor
+
+
 class CheckpointReader:
     """One committed checkpoint, open for reading. Any number of threads may read.
 
@@ -153,28 +169,69 @@ class CheckpointReader:
         # list() so that the first error of any worker is raised here
         list(each(lambda j: self._copy_chunk(info, *j, out, offsets), jobs, self._workers))
 
-    def iter_rows(self, fqn: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, block of rows) of a tensor, each row once, in order.
+    def iter_rows(
+        self,
+        fqn: str,
+        first: int = 0,
+        rows: int | None = None,
+        *,
+        most_rows: int | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, block of rows) of rows [first, first + rows), each row once, in order.
 
-        Memory is about one chunk per column shard, whatever the size of the table.
+        A block has at most `most_rows` rows, and may be a view of a chunk: drop it before the next
+        one is asked for. Memory is then `held_bytes(fqn)`, whatever the size of the table.
         """
         info = self.info(fqn)
-        if not info.shape or 0 in info.shape:
-            if info.shape == ():
-                yield 0, self.read(fqn)
+        if not info.shape:
+            yield 0, self.read(fqn)
             return
-        stops = sorted(
-            {s.shard.offsets[0] + c.row + c.rows for s in self._shards[fqn] for c in s.shard.chunks}
-        )
-        cache = _ChunkCache(
-            self, info, max(1, len({s.shard.offsets[1:] for s in self._shards[fqn]}))
-        )
-        row = 0
+        last = info.shape[0] if rows is None else first + rows
+        if not 0 <= first <= last <= info.shape[0]:
+            raise BadInputError(f"{fqn}: no rows [{first}, {last}) in [0, {info.shape[0]})")
+        if first == last or 0 in info.shape:
+            return
+        coming = self._chunks_between(fqn, first, last)
+        stops = sorted({min(c.stop, last) for c in coming})
+        held: list[_Held] = []
+        row = first
         for stop in stops:
-            out = torch.empty((stop - row, *info.shape[1:]), dtype=torch_dtype(info.dtype))
-            self._gather(info, out, row, cache)
-            yield row, out
+            # Those that ended go first: a new chunk then takes their place in memory.
+            held = [h for h in held if h.rows.stop > row]
+            while coming and coming[-1].row < stop:
+                held.append(self._load(info, coming.pop()))
+            step = most_rows or stop - row
+            for at in range(row, stop, step):
+                yield at, _rows_of(held, info, at, min(at + step, stop))
             row = stop
+
+    def held_bytes(self, fqn: str) -> int:
+        """The most memory that `iter_rows` and `read_rows` need for chunks of a tensor at once."""
+        info = self.info(fqn)
+        columns: dict[Any, int] = {}
+        unpacking = 0
+        for shard in (s.shard for s in self._shards[fqn]):
+            for chunk in shard.chunks:
+                raw = chunk.rows * row_bytes(shard.sizes, info.dtype)
+                columns[shard.offsets[1:]] = max(columns.get(shard.offsets[1:], 0), raw)
+                if chunk.codec != "raw":
+                    unpacking = max(unpacking, chunk.stored_bytes + raw)
+        return sum(columns.values()) + unpacking
+
+    def _load(self, info: TensorInfo, rows: _Rows) -> _Held:
+        return _Held(rows, self.load_chunk(info, rows.stored, rows.chunk))
+
+    def _chunks_between(self, fqn: str, first: int, last: int) -> list[_Rows]:
+        """The chunks that hold rows of [first, last), the first of them at the end."""
+        found = []
+        for stored in self._shards[fqn]:
+            shard = stored.shard
+            start, stop = max(first, shard.offsets[0]), min(last, shard.offsets[0] + shard.sizes[0])
+            if start < stop:
+                for chunk in _chunks_of(shard, ((start, stop),)):
+                    row = shard.offsets[0] + chunk.row
+                    found.append(_Rows(row, row + chunk.rows, stored, chunk))
+        return sorted(found, key=lambda c: c.row, reverse=True)
 
     def read_rows(self, fqn: str, rows: Sequence[int]) -> torch.Tensor:
         """Chosen rows, in the order asked for, reading only the chunks that hold them."""
@@ -333,6 +390,17 @@ def _chunks_of(shard: ShardEntry, box: tuple[tuple[int, int], ...]) -> Sequence[
     start = bisect_right(shard.chunks, first, key=lambda c: c.row) - 1
     stop = bisect_left(shard.chunks, last, key=lambda c: c.row)
     return [shard.chunks[n] for n in range(max(start, 0), stop)]
+
+
+def _rows_of(held: list[_Held], info: TensorInfo, first: int, last: int) -> torch.Tensor:
+    """Rows [first, last) out of chunks that all hold them, each its own columns."""
+    if len(held) == 1:
+        ((rows, data),) = held
+        return data[first - rows.row : last - rows.row]
+    out = torch.empty((last - first, *info.shape[1:]), dtype=torch_dtype(info.dtype))
+    for rows, data in held:
+        _place(data, rows.stored.shard, rows.chunk, out, (first, *(0 for _ in info.shape[1:])))
+    return out
 
 
 def _place(

@@ -1,9 +1,9 @@
-"""Commit to version files: read, check, quantise, write. Memory is a few chunks, not a table."""
+"""Commit to version files: read, check, encode, write. Memory is a budget, not a table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,15 +19,20 @@ from ckpt.storage import Storage
 from ckpt.types import Buffer, DigestName, FileEntry
 from publisher import keys
 from publisher.answer import check_description
+from publisher.engine import Engine, engine_of
 from publisher.gates import GateReport
 from publisher.golden import check_golden_ids, golden_reference, id_map_tensors, load_tensors
 from publisher.loading import ProgramCache
+from publisher.policy import Policy
 from publisher.program import DenseProgram
-from publisher.quantise import DigestingWriter, check_finite, write_table
+from publisher.quantise import check_finite
 from publisher.records import PublishedTable
 from publisher.registry import Registry
+from publisher.tasks import FILE_BYTES, BuildJob, Table, join_tables, plan_files
+from publisher.writing import RowSource, TableWriter
 
 ANNOTATION = "serving_description"
+_DIGEST: DigestName = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLE_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -43,14 +48,14 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class TensorSource(Protocol):
+class TensorSource(RowSource, Protocol):
     """What is read of a checkpoint; `ckpt.restore.CheckpointReader` is one."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
     def read(self, fqn: str) -> torch.Tensor: ...
-    def iter_rows(self, fqn: str) -> Iterator[tuple[int, torch.Tensor]]: ...
     def read_rows(self, fqn: str, rows: Sequence[int]) -> torch.Tensor: ...
+    def held_bytes(self, fqn: str) -> int: ...
 
 
 OpenReader = Callable[[Storage, CommitRecord], TensorSource]
@@ -74,29 +79,36 @@ class VersionBuilder:
         registry: where versions go.
         programs: loads trusted programs.
         open_reader: opens a commit for reading.
-        digest: the digest of the files of a version.
+        policy: the formats of tables, and the memory that they may take.
+        engine: runs the tasks that write them; the policy's, unless one is given.
+        file_bytes: how large a file of tables is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the parts of a builder, wired once)
         self,
         root: Storage,
         registry: Registry,
         programs: ProgramCache,
         open_reader: OpenReader,
-        digest: DigestName = "xxh3-128",
+        *,
+        policy: Policy | None = None,
+        engine: Engine | None = None,
+        file_bytes: int = FILE_BYTES,
     ) -> None:
         self.root = root
         self.registry = registry
         self._programs = programs
         self._open_reader = open_reader
-        self._digest: DigestName = digest
+        self._policy = policy or Policy()
+        self._engine = engine or engine_of(self._policy.build)
+        self._file_bytes = file_bytes
 
     def build(self, number: int, record: CommitRecord, report: GateReport) -> BuiltFiles:
         """Write all files of a version but its manifest.
 
         Raises GateError if the commit is refused, StorageError: try again.
         """
-        build = _Build(self.registry, number, self._digest, report)
+        build = _Build(self.registry, number, report)
         description_id, description = self._read_description(record, build)
         program = self._load_program(description, build)
         with report.guard("digests"):
@@ -105,13 +117,28 @@ class VersionBuilder:
             reader = self._open_reader(self.root, record)
         with report.guard("names_and_shapes"):
             check_names(description, program, reader)
+            wanted = [
+                Table(fqn, rows, dim, self._policy.format_of(fqn))
+                for fqn, (rows, dim) in description.tables().items()
+            ]
+            tasks = plan_files(wanted, self._file_bytes)
         report.passed(
             "names_and_shapes",
             f"{len(description.tables())} tables and {len(description.constants)} constants",
         )
         with report.guard("digests"):  # whatever the reader finds in its chunks
             constants = build.write_dense(description, reader)
-            tables = build.write_tables(description, reader)
+            writer = TableWriter(
+                self._job(number, record, wanted, reader), reader, self.registry.storage
+            )
+            results = list(self._engine.map(writer, tasks))
+            tables = join_tables(wanted, results)
+            build.files += sorted((r.file for r in results), key=lambda f: f.key)
+            rows, workers = sum(t.rows for t in tables), len({r.worker for r in results})
+            report.passed(
+                "coverage", f"{rows} rows of {len(tables)} tables, each once, by {workers} workers"
+            )
+            report.passed("finite", f"{rows} rows and all dense constants")
         with report.guard("id_maps"):
             request = load_tensors(golden, description.golden_key)
             id_tensors = id_map_tensors(description, self.root, reader)
@@ -125,6 +152,19 @@ class VersionBuilder:
             reference = golden_reference(description, bound, reader, request, id_tensors)
             build.add(keys.REFERENCE, safetensors.torch.save(reference))
         return BuiltFiles(description_id, description.model, tuple(build.files), tables)
+
+    def _job(
+        self, number: int, record: CommitRecord, tables: Sequence[Table], reader: TensorSource
+    ) -> BuildJob:
+        return BuildJob(
+            root_url=self.root.url,
+            record=record,
+            registry_url=self.registry.storage.url,
+            prefix=self.registry.key(number, ""),
+            digest=_DIGEST,
+            memory_bytes=self._policy.build.memory_mib << 20,
+            least_bytes=max((reader.held_bytes(t.fqn) for t in tables), default=0),
+        )
 
     def _read_description(
         self, record: CommitRecord, build: _Build
@@ -188,19 +228,16 @@ def _constant_problem(c: ConstantSpec, t: StoredTensor | None) -> list[str]:
 class _Build:
     """The files of one version in the making."""
 
-    def __init__(
-        self, registry: Registry, number: int, digest: DigestName, report: GateReport
-    ) -> None:
+    def __init__(self, registry: Registry, number: int, report: GateReport) -> None:
         self._registry = registry
         self._number = number
-        self._digest: DigestName = digest
         self.report = report
         self.files: list[FileEntry] = []
 
     def add(self, name: str, data: Buffer) -> None:
         """Write a small file."""
         self._registry.storage.create(self._registry.key(self._number, name), data)
-        self.files.append(FileEntry(name, len(data), digest_of(data, self._digest)))
+        self.files.append(FileEntry(name, len(data), digest_of(data, _DIGEST)))
 
     def write_dense(
         self, description: ServingDescription, reader: TensorSource
@@ -211,23 +248,6 @@ class _Build:
             t = tensors.get(c.name)
             if t is not None and t.dtype.is_floating_point and t.numel():
                 rows = t if t.dim() else t[None]
-                check_finite(rows, f"{c.fqn} row", limit=torch.finfo(t.dtype).max)
+                check_finite(rows, f"{c.fqn} row")
         self.add(keys.DENSE, safetensors.torch.save(tensors))
         return tensors
-
-    def write_tables(
-        self, description: ServingDescription, reader: TensorSource
-    ) -> tuple[PublishedTable, ...]:
-        """Stream every table into one file."""
-        shapes = description.tables()
-        with self._registry.storage.writer(self._registry.key(self._number, keys.TABLES)) as raw:
-            out = DigestingWriter(raw, self._digest)
-            tables = tuple(
-                write_table(out, keys.TABLES, fqn, shape, reader.iter_rows(fqn))
-                for fqn, shape in shapes.items()
-            )
-        self.files.append(out.entry(keys.TABLES))
-        rows = sum(t.rows for t in tables)
-        self.report.passed("coverage", f"{rows} rows of {len(tables)} tables, each once")
-        self.report.passed("finite", f"{rows} rows and all dense constants")
-        return tables

@@ -45,6 +45,16 @@ _max_error = click.option(
     type=click.FloatRange(min=0, min_open=True),
     help="Golden parity: the largest absolute error must be below this. Before the policy's.",
 )
+_engine = click.option(
+    "--engine",
+    type=click.Choice(("processes", "ray")),
+    help="Where tables are written: on this host, or on a Ray cluster. Before the policy's.",
+)
+_workers = click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    help="Processes that write tables; 0: this one. Before the policy's.",
+)
 _lease_ttl = click.option(
     "--lease-ttl",
     type=click.FloatRange(min=0.5),
@@ -60,6 +70,8 @@ _lease_ttl = click.option(
 @click.option("--step", type=int, help="Publish this step instead of the newest commit.")
 @click.option("--retry", is_flag=True, help="Also if the commit was refused and given up.")
 @_policy_option
+@_engine
+@_workers
 @_max_error
 @_lease_ttl
 @who_option
@@ -122,6 +134,8 @@ def once(
     help="Compile new programs for this CPU in the background, where there is a compiler.",
 )
 @_policy_option
+@_engine
+@_workers
 @_max_error
 @_lease_ttl
 @who_option
@@ -213,7 +227,8 @@ def _effective(options: dict[str, Any]) -> Policy:
     found = read_policy(file) if file else Policy()
     if max_error is not None:
         found = replace(found, gates=replace(found.gates, parity_max_abs_err=max_error))
-    return found
+    build = {n: options[n] for n in ("engine", "workers") if options[n] is not None}
+    return replace(found, build=replace(found.build, **build))
 
 
 def _leased(registry: Registry, ttl_s: float) -> Lease:
@@ -252,7 +267,9 @@ def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     trust = TrustList(trust_file())
     # Its process imports while tables stream.
     parity = stack.enter_context(closing(parity_in_fresh_process(trust)))
-    builder = VersionBuilder(root, registry, ProgramCache(trust), CheckpointReader)
+    builder = VersionBuilder(
+        root, registry, ProgramCache(trust), CheckpointReader, policy=policy
+    )
     return Publisher(
         builder,
         parity,

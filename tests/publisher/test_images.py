@@ -20,7 +20,7 @@ from publisher.records import PublishedTable, TablePart, TableStats, VersionMani
 from publisher.registry import Registry
 from tests.faults import FaultyStorage
 from tests.publisher.conftest import Bench, make_bench
-from tests.publisher.images import pack
+from tests.publisher.packed_tables import pack
 from tests.publisher.tiny import GOLDEN, description, flip_byte, stamped_tensors
 
 LONG = torch.arange(600 * 4).reshape(600, 4).float()

@@ -16,7 +16,7 @@ from publisher.ids import IdMaps
 from publisher.lookup import Found, ReferenceLookup, TableLookup
 from publisher.records import TableFormat
 from publisher.request import RequestSpec
-from tests.publisher.images import Image
+from tests.publisher.packed_tables import Image
 from tests.publisher.tiny import description
 
 MARK = 1000.0

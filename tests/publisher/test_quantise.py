@@ -1,133 +1,188 @@
-"""Rowwise int8: layout, coverage, and what is refused before it is quantised."""
+"""The formats of rows: fbgemm's bits, what its lookup reads of them, what is refused, the sums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+)
 
-from ckpt.digest import digest_of
+from ckpt.errors import BadInputError
+from publisher.formats import row_bytes
 from publisher.gates import GateError
-from publisher.quantise import (
-    ALIGN_BYTES,
-    DigestingWriter,
-    check_finite,
-    pack_rows,
-    row_bytes,
-    write_table,
-)
+from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
+from publisher.records import TableFormat
+from publisher.sums import RowSums, Tally
+from publisher.tasks import Table
+from tests.publisher.written_tables import Rows, offsets_in_image, tables_of, write_all
+
+FORMATS: list[TableFormat] = ["int8_rowwise", "int4_rowwise", "fp16", "fp32"]
+SPARSE = {
+    "int8_rowwise": SparseType.INT8,
+    "int4_rowwise": SparseType.INT4,
+    "fp16": SparseType.FP16,
+    "fp32": SparseType.FP32,
+}
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.data += data
-
-
-def blocks(table: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-    for row in range(0, len(table), size):
-        yield row, table[row : row + size]
-
-
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    head = packed[:, :4].contiguous().view(torch.float16).float()
-    return packed[:, 4:].float() * head[:, :1] + head[:, 1:]
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3, 8, 63, 64])
-def test_rows_come_back_within_half_a_step(dim: int) -> None:
+@pytest.mark.parametrize("table_format", FORMATS)
+@pytest.mark.parametrize("dim", [1, 2, 3, 6, 8, 63, 64])
+def test_rows_come_back_within_half_a_step(dim: int, table_format: TableFormat) -> None:
+    if table_format == "int4_rowwise" and dim % 2:
+        with pytest.raises(BadInputError, match="even number of columns"):
+            row_bytes(table_format, dim)
+        return
     table = torch.randn(100, dim)
-    packed = pack_rows(table)
-    assert packed.shape == (100, row_bytes(dim))
+    stored = encode_rows(table, table_format)
+    assert stored.shape == (100, row_bytes(table_format, dim))
+    restored = decode_rows(stored, table_format)
     span = table.amax(1, keepdim=True) - table.amin(1, keepdim=True)
+    levels = {"int8_rowwise": 255, "int4_rowwise": 15}.get(table_format, math.inf)
     # Half a step, and what fp16 loses of the scale and of the bias.
-    allowed = span / 255 * 0.6 + table.abs().amax(1, keepdim=True) * 2e-3
-    assert ((unpack(packed) - table).abs() <= allowed).all()
+    allowed = span / levels * 0.6 + table.abs().amax(1, keepdim=True) * 2e-3
+    assert ((restored - table).abs() <= allowed).all()
+    if table_format == "fp32":
+        assert torch.equal(restored, table)
 
 
-@pytest.mark.parametrize("size", [1, 7, 100, 1000])
-def test_blocks_give_the_same_bytes_as_the_whole(size: int) -> None:
-    table = torch.randn(1000, 6)
-    sink = Sink()
-    out = DigestingWriter(sink, "xxh3-128")
-    made = write_table(out, "tables.bin", "t", (1000, 6), blocks(table, size))
-    assert bytes(sink.data) == pack_rows(table).numpy().tobytes()
-    assert out.entry("tables.bin").digest == digest_of(sink.data)
-    assert (made.parts[0].offset, made.parts[0].rows, made.row_bytes) == (0, 1000, 10)
+@pytest.mark.parametrize("table_format", FORMATS)
+@pytest.mark.parametrize("dim", [4, 6, 10, 64])
+def test_fbgemms_lookup_reads_the_rows(dim: int, table_format: TableFormat) -> None:
+    """Out of written files, at their offset, behind another table; the last row too."""
+    tensors = {"a": torch.randn(3, dim), "t": torch.randn(20, dim)}
+    tables = tables_of(tensors, table_format)
+    image, made, results = write_all(tables, Rows(tensors))
+    offset = offsets_in_image(made, results)["t"]
+    assert offset % 128 == 0
+    operator = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("t", 1, dim, SPARSE[table_format], EmbeddingLocation.HOST)],
+        device="cpu",
+        pooling_mode=PoolingMode.SUM,
+        row_alignment=1,
+        output_dtype=SparseType.FP32,
+        bounds_check_mode=BoundsCheckMode.NONE,
+        indices_dtype=torch.int64,
+    )
+    operator.initialize_weights()
+    operator.weights_offsets = torch.tensor([offset])
+    operator.weights_host = torch.frombuffer(bytearray(image), dtype=torch.uint8)
+    got = operator(torch.tensor([0, 19, 7]), torch.tensor([0, 1, 2, 3]))
+    want = decode_rows(encode_rows(tensors["t"], table_format), table_format)[[0, 19, 7]]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_tables_are_aligned_and_an_empty_one_keeps_a_row_of_zeros() -> None:
-    sink = Sink()
-    out = DigestingWriter(sink, "sha256")
-    marked = torch.full((3, 5), 9.0)
-    made = [
-        write_table(out, "f", "a", (3, 5), blocks(marked, 2)),
-        write_table(out, "f", "none", (0, 4), iter(())),
-        write_table(out, "f", "b", (3, 5), blocks(marked, 2)),
-    ]
-    offsets = [t.parts[0].offset for t in made]
-    assert offsets == [0, ALIGN_BYTES, 2 * ALIGN_BYTES]
-    assert sink.data[ALIGN_BYTES : ALIGN_BYTES + row_bytes(4)] == bytes(row_bytes(4))
-    assert out.entry("f").digest == digest_of(sink.data, "sha256")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_bits_are_fbgemms(bits: int) -> None:
+    table_format: TableFormat = "int8_rowwise" if bits == 8 else "int4_rowwise"
+    table = torch.randn(200, 64) * 10 ** torch.empty(200, 1).uniform_(-8, 4)
+    table[7] = 3.25
+    theirs = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(table, bits)
+    stored = encode_rows(table, table_format)
+    assert torch.equal(stored, torch.cat([theirs[:, -4:], theirs[:, :-4]], 1))
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ([(0, 4), (5, 5)], "expected row 4"),
-        ([(0, 4), (3, 7)], "expected row 4"),
-        ([(0, 4)], "4 of 10 rows were read"),
-        ([(0, 10), (10, 1)], "11 of 10 rows were read"),
-        ([(1, 9)], "expected row 0"),
-    ],
-)
-def test_every_row_exactly_once(given: list[tuple[int, int]], why: str) -> None:
-    out = DigestingWriter(Sink(), "xxh3-128")
-    rows = ((first, torch.zeros(n, 2)) for first, n in given)
-    with pytest.raises(GateError, match=why) as e:
-        write_table(out, "f", "table.x", (10, 2), rows)
-    assert e.value.gate == "coverage"
-
-
-def test_another_width_is_refused() -> None:
-    out = DigestingWriter(Sink(), "xxh3-128")
-    with pytest.raises(GateError, match="expected row 0 of 2 columns"):
-        write_table(out, "f", "t", (4, 2), [(0, torch.zeros(4, 3))])
-
-
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        (float("nan"), "1 of its values are NaN or infinite: nan"),
-        (float("inf"), "1 of its values are NaN or infinite: inf"),
-        (float("-inf"), "1 of its values are NaN or infinite: -inf"),
-        (1e5, "1 of its values are beyond 65504"),
-        (-7e4, "1 of its values are beyond 65504"),
-    ],
-)
-def test_d50_what_int8_rows_cannot_hold_is_refused_by_row(value: float, why: str) -> None:
+@pytest.mark.parametrize("table_format", FORMATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e5, -7e4])
+def test_d50_what_a_format_cannot_hold_is_refused_by_row(
+    value: float, table_format: TableFormat
+) -> None:
     table = torch.randn(10_000, 8)
     table[7777, 3] = value
-    out = DigestingWriter(Sink(), "xxh3-128")
+    tables = tables_of({"model.user": table}, table_format)
+    source = Rows({"model.user": table}, chunk=1024)
+    if table_format == "fp32" and math.isfinite(value):
+        assert write_all(tables, source)[1][0].stats.max_norm == pytest.approx(abs(value))
+        return
     with pytest.raises(GateError) as e:
-        write_table(out, "f", "model.user", (10_000, 8), blocks(table, 1024))
+        write_all(tables, source)
+    why = "beyond 65504" if math.isfinite(value) else f"NaN or infinite: {value}"
     assert e.value.gate == "finite"
-    assert "model.user row 7777: " in str(e.value)
+    assert "model.user row 7777: 1 of its values are " in str(e.value)
     assert why in str(e.value)
 
 
+@pytest.mark.parametrize("table_format", ["int8_rowwise", "int4_rowwise", "fp16"])
+def test_rows_at_the_limit_keep_their_ends(table_format: TableFormat) -> None:
+    limit = LIMITS[table_format]
+    rows = torch.tensor([[limit, -limit, 0.0, 1.0], [limit] * 4, [-limit] * 4])
+    restored = decode_rows(encode_rows(rows, table_format), table_format)
+    assert torch.isfinite(restored).all()
+    torch.testing.assert_close(restored[:, :2], rows[:, :2], rtol=1e-3, atol=0)
+
+
 def test_a_sum_that_overflows_is_no_infinity() -> None:
-    check_finite(torch.full((4, 8), 3e38), "t row", limit=torch.finfo(torch.float32).max)
-    check_finite(torch.full((70_000, 8), 65504.0), "t row")
+    assert check_finite(torch.full((4, 8), 3e38), "t row") == pytest.approx(3e38)
+    check_finite(torch.full((70_000, 8), 65504.0), "t row", 0, "int8_rowwise")
     check_finite(torch.zeros(0, 8), "t row")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_tables(dtype: torch.dtype) -> None:
     table = torch.randn(50, 4).to(dtype)
-    sink = Sink()
-    write_table(DigestingWriter(sink, "xxh3-128"), "f", "t", (50, 4), blocks(table, 9))
-    assert bytes(sink.data) == pack_rows(table.float()).numpy().tobytes()
+    tables = tables_of({"t": table})
+    assert write_all(tables, Rows({"t": table}, 9))[0] == (
+        encode_rows(table.float(), "int8_rowwise").numpy().tobytes()
+    )
+
+
+def sums(
+    table: torch.Tensor, table_format: TableFormat, first: int = 0, rows: int = 1000
+) -> RowSums:
+    """Of the rows from `first` on of a table of `rows` rows, in two blocks."""
+    tally = Tally(Table("t", rows, table.shape[1], table_format))
+    for at, block in ((0, table[: len(table) // 3]), (len(table) // 3, table[len(table) // 3 :])):
+        largest = check_finite(block, "t row", 0, table_format)
+        tally.add(first + at, block, largest, encode_rows(block, table_format))
+    return tally.sums()
+
+
+@pytest.mark.parametrize("table_format", FORMATS)
+def test_the_sums_of_parts_are_those_of_the_table(table_format: TableFormat) -> None:
+    table = torch.randn(1000, 16) * 10 ** torch.empty(1000, 1).uniform_(-9, 3)
+    table[::7] = 0.0
+    restored = decode_rows(encode_rows(table, table_format), table_format)
+    errors = (restored - table).double()
+    norms = table.double().norm(dim=1)
+    total = sums(table[:1], table_format) + sums(table[1:640], table_format, 1)
+    total = RowSums() + total + sums(table[640:], table_format, 640) + sums(table[:0], table_format)
+    stats = total.stats()
+    assert stats.mean_norm == pytest.approx(float(norms.mean()), rel=1e-6)
+    assert stats.max_norm == pytest.approx(float(norms.max()), rel=1e-6)
+    assert stats.rms == pytest.approx(float(table.double().square().mean().sqrt()), rel=1e-6)
+    assert stats.rms_err == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-4)
+    assert stats.max_abs_err == float(errors.abs().max())
+    exponents = [math.floor(math.log2(n)) if n else None for n in norms.tolist()]
+    assert stats.norm_counts[0] == exponents.count(None) == 143
+    assert sum(stats.norm_counts) == 1000
+    assert stats.norm_counts[1] == sum(e is not None and e <= -20 for e in exponents) > 0
+    assert stats.norm_counts[20] == exponents.count(-1)
+
+
+def test_errors_of_a_large_table_are_those_of_every_fourth_row() -> None:
+    table = torch.randn(1001, 8)
+    table[3::4] *= 100
+    large = 1 << 20
+    total = sums(table[:1], "int8_rowwise", 5, large) + sums(table[1:], "int8_rowwise", 6, large)
+    mine = table[3::4].contiguous()  # row 5 + 3 of the table is the first that can be divided by 4
+    errors = decode_rows(encode_rows(mine, "int8_rowwise"), "int8_rowwise") - mine
+    assert total.error_values == mine.numel()
+    assert total.stats().max_abs_err == float(errors.abs().max())
+    assert total.stats().rms_err == pytest.approx(float(errors.double().square().mean().sqrt()))
+    assert sum(total.norm_counts) == 1001
+
+
+def test_sums_of_what_fp32_cannot_square() -> None:
+    table = torch.tensor([[3e38, 3e38], [1e-30, 0.0], [0.0, 0.0]])
+    stats = sums(table, "fp32").stats()
+    assert stats.max_norm == pytest.approx(3e38 * math.sqrt(2))
+    assert math.isfinite(stats.rms)
+    assert (stats.norm_counts[0], stats.norm_counts[1], stats.norm_counts[-1]) == (1, 1, 1)
