@@ -267,9 +267,7 @@ def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     trust = TrustList(trust_file())
     # Its process imports while tables stream.
     parity = stack.enter_context(closing(parity_in_fresh_process(trust)))
-    builder = VersionBuilder(
-        root, registry, ProgramCache(trust), CheckpointReader, policy=policy
-    )
+    builder = VersionBuilder(root, registry, ProgramCache(trust), CheckpointReader, policy=policy)
     return Publisher(
         builder,
         parity,

@@ -60,7 +60,9 @@ class Bench:
         lease: Lease | None = None,
         metric: MetricCheck | None = None,
     ) -> Publisher:
-        builder = VersionBuilder(self.run.root, self.registry, self.programs, CheckpointReader)
+        builder = VersionBuilder(
+            self.run.root, self.registry, self.programs, CheckpointReader, policy=self.policy
+        )
         return Publisher(
             builder,
             parity or partial(parity_in_process, self.programs),

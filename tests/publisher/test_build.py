@@ -14,8 +14,8 @@ from publisher.gates import GateReport
 from publisher.policy import BuildPolicy, Policy
 from publisher.processes import ProcessPool
 from tests.publisher.conftest import Bench
-from tests.publisher.written_tables import decode
 from tests.publisher.tiny import GENRE, USER, random_tensors
+from tests.publisher.written_tables import decode
 
 POLICY = Policy(tables={"*.genre.*": "fp16", USER: "int4_rowwise"}, build=BuildPolicy(workers=2))
 

@@ -31,8 +31,8 @@ from publisher.processes import ProcessPool
 from publisher.tasks import BuildJob, Table, join_tables, plan_files
 from publisher.writing import TableWriter
 from tests.faults import FaultyStorage
-from tests.publisher.written_tables import job
 from tests.publisher.tiny import TinyRun, flip_byte
+from tests.publisher.written_tables import job
 
 TABLE = "model.ebc.t.weight"
 OTHER = "model.ebc.fp16.weight"
