@@ -160,12 +160,6 @@ def load_version(
     its program isn't trusted on this host.
     """
     what = f"version {manifest.version}"
-    steps = (manifest.dense_step, manifest.table_step, manifest.id_map_step)
-    if set(steps) != {manifest.source.step}:
-        raise CorruptError(
-            f"{what}: dense, tables and id maps are of steps {', '.join(map(str, steps))}, the "
-            f"commit is step {manifest.source.step}"
-        )
     files = _VersionFiles(registry, manifest)
     description = decode_description(files.read(keys.DESCRIPTION), files.key(keys.DESCRIPTION))
     check_description(description)

@@ -231,7 +231,7 @@ def check_retention(stage: Stage, at: int) -> dict[str, Any] | None:
 PAUSES = (
     ("lease.json", 1),
     ("claim.json", 1),
-    ("tables.bin", 1),
+    (keys.TABLES, 1),
     ("manifest.json", 1),
     ("live.json", 1),  # telling it the epoch
     ("live.json", 2),  # moving it

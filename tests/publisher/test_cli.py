@@ -18,11 +18,14 @@ import httpx
 import pytest
 
 from ckpt.command import run_command
+from ckpt.config import trust_file
 from ckpt.storage import LocalStorage
 from ckpt.trust import TrustList
 from publisher import cli, keys, parity
 from publisher.lease import Lease
+from publisher.records import VersionManifest
 from publisher.registry import Registry
+from publisher.spare import SpareProcesses
 from tests.publisher.conftest import Bench, make_bench
 from tests.publisher.test_server import as_input
 from tests.publisher.tiny import GOLDEN, TinyRun, flip_byte, stamped_tensors
@@ -51,12 +54,15 @@ def publish(bench: Bench, *steps: int) -> None:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in this process, its parity gate too: (exit code, stdout, stderr)."""
 
-    def in_process(trust: TrustList, timeout_s: float = 1.0) -> parity.ParityCheck:
-        from publisher.loading import ProgramCache
+    class InProcess(parity.FreshParity):
+        def __call__(self, registry: Registry, manifest: VersionManifest, /) -> float:
+            from publisher.loading import ProgramCache
 
-        return lambda registry, draft: parity.parity_in_process(
-            ProgramCache(trust), registry, draft
-        )
+            programs = ProgramCache(TrustList(trust_file()))
+            return parity.parity_in_process(programs, registry, manifest)
+
+    def in_process(trust: TrustList, timeout_s: float = 1.0) -> parity.FreshParity:
+        return InProcess(SpareProcesses(trust, timeout_s, spares=0))
 
     monkeypatch.setattr(parity, "parity_in_fresh_process", in_process)
 

@@ -161,9 +161,19 @@ class TinyRun:
         record = AttemptRecord(epoch, RUN_ID, f"token-{epoch}", 1, 1.0, parent)
         self.root.create(layout.attempt_key(epoch), encode(record))
 
-    def describe(self, description_id: str, described: ServingDescription) -> None:
-        key = layout.description_prefix(description_id) + "description.json"
-        self.root.create(key, encode_description(described))
+    def describe(
+        self,
+        description_id: str,
+        described: ServingDescription,
+        golden: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Another description, with a golden request of its own or the first one's."""
+        prefix = layout.description_prefix(description_id)
+        if golden is not None:
+            key, data = f"{prefix}golden.safetensors", safetensors.torch.save(dict(golden))
+            self.root.create(key, data)
+            described = replace(described, golden_key=key, golden_digest=digest_of(data))
+        self.root.create(f"{prefix}description.json", encode_description(described))
 
     def commit(
         self,
