@@ -70,6 +70,19 @@ class RowSums:
         )
 
 
+def row_norms(values: torch.Tensor, largest: float = 0.0) -> torch.Tensor:
+    """Euclidean lengths of fp32 rows. largest: of their |values|, where that may be large."""
+    import torch
+
+    # Only fp32 tables can hold values whose squares need more than fp32.
+    wide = torch.float64 if largest > _SAFE else torch.float32
+    norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, dtype=wide)
+    if not norms.all():
+        # Rows of zeros; or some too short for their squares, which have a length all the same.
+        norms = torch.where(norms == 0, values.abs().sum(1), norms)
+    return norms
+
+
 class Tally:
     """Takes the sums of a table's rows block by block, at a fraction of what encoding them costs."""
 
@@ -81,16 +94,10 @@ class Tally:
         self._waiting = 0
         self._error_values, self._error_square_sum, self._max_abs_err = 0, 0.0, 0.0
 
-    def add(self, first: int, values: torch.Tensor, largest: float, stored: torch.Tensor) -> None:
-        """fp32 rows from row `first` on, the largest of their |values|, and how they are stored."""
-        import torch
-
-        # Only fp32 tables can hold values whose squares need more than fp32.
-        wide = torch.float64 if largest > _SAFE else torch.float32
-        norms = torch.linalg.vector_norm(values, dim=1, dtype=wide)
-        if not norms.all():
-            # Rows of zeros; or some too short for their squares, which have a length all the same.
-            norms = torch.where(norms == 0, values.abs().sum(1), norms)
+    def add(
+        self, first: int, values: torch.Tensor, norms: torch.Tensor, stored: torch.Tensor
+    ) -> None:
+        """fp32 rows from row `first` on, their `row_norms`, and how they are stored."""
         self._norms.append(norms.double())
         self._waiting += len(norms)
         if self._waiting >= _NORMS_AT_ONCE:

@@ -20,16 +20,18 @@ from ckpt.errors import BadInputError, ConflictError
 from ckpt.restore import CheckpointReader
 from ckpt.storage import ObjectWriter, Storage, open_storage
 from ckpt.types import Buffer, DigestName, FileEntry
-from publisher.formats import PAGE_BYTES
+from publisher.formats import FP16_MAX, PAGE_BYTES
 from publisher.gates import GateError
 from publisher.quantise import check_finite, encode_rows
-from publisher.sums import RowSums, Tally
+from publisher.reading import ahead
+from publisher.sums import RowSums, Tally, row_norms
 from publisher.tasks import BuildJob, FileResult, FileTask, Piece
 
 _LEAST_BLOCK_BYTES = 64 << 10
 _MOST_BLOCK_BYTES = 2 << 20  # about what stays in a core's cache from check to write
 _FORMS = 8  # of a block, at most, that are held at once: values, packed, restored, errors, ...
 _BUFFER_BYTES = 1 << 20
+_BLOCKS_AHEAD = 3  # about as many as are encoded while a chunk is read
 
 
 class RowSource(Protocol):
@@ -55,6 +57,8 @@ class TableWriter:
         self._registry = registry
         free = job.memory_bytes - job.least_bytes - _BUFFER_BYTES
         self._block_bytes = max(_LEAST_BLOCK_BYTES, min(_MOST_BLOCK_BYTES, free // _FORMS))
+        # The next chunk is read while this one is encoded, where there is memory for both.
+        self._read_ahead = free - _FORMS * self._block_bytes >= job.least_bytes
 
     @classmethod
     def open(cls, job: BuildJob) -> TableWriter:
@@ -89,9 +93,8 @@ class TableWriter:
         table, last = piece.table, piece.first_row + piece.rows
         tally, at = Tally(table), piece.first_row
         step = max(1, self._block_bytes // (4 * table.dim))
-        for first, block in self._source.iter_rows(
-            table.fqn, piece.first_row, piece.rows, most_rows=step
-        ):
+        read = self._source.iter_rows(table.fqn, piece.first_row, piece.rows, most_rows=step)
+        for first, block in ahead(read, _BLOCKS_AHEAD) if self._read_ahead else read:
             if first != at or block.shape[1:] != (table.dim,):
                 raise GateError(
                     "coverage",
@@ -101,9 +104,13 @@ class TableWriter:
             values = block.float().contiguous()
             at += len(block)
             del block  # it holds a whole chunk, and the next one is about to be read
-            largest = check_finite(values, f"{table.fqn} row", first, table.format)
+            norms = row_norms(values)
+            # No value is larger than its row is long: only if that proves nothing, each is looked at.
+            if len(norms) and not float(norms.max()) <= FP16_MAX:
+                largest = check_finite(values, f"{table.fqn} row", first, table.format)
+                norms = row_norms(values, largest)
             stored = encode_rows(values, table.format)
-            tally.add(first, values, largest, stored)
+            tally.add(first, values, norms, stored)
             out.write(memoryview(stored.flatten().numpy().data))
         if at != last:
             raise GateError(

@@ -13,6 +13,7 @@ EVERY_S = 0.02
 _IDLE = """
 import sys, torch, fbgemm_gpu
 import ckpt.restore, publisher.build, publisher.parity, publisher.publish
+publisher.program.rehearse()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -30,7 +31,7 @@ def private_bytes(pid: int) -> int:
 
 
 def imports_bytes() -> int:
-    """What a process holds that has imported a publisher and does nothing."""
+    """What a process holds that has imported a publisher, torch's part for programs too, and does nothing."""
     idle = subprocess.Popen(
         [sys.executable, "-c", _IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

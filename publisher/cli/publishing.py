@@ -262,8 +262,10 @@ def _open_publisher(  # noqa: PLR0917  (one place that wires everything)
     from publisher.loading import ProgramCache
     from publisher.metric import metric_in_fresh_process
     from publisher.parity import parity_in_fresh_process
+    from publisher.program import rehearse
     from publisher.publish import Publisher
 
+    rehearse()  # what torch imports at the first program is no part of publishing one
     trust = TrustList(trust_file())
     # Its process imports while tables stream.
     parity = stack.enter_context(closing(parity_in_fresh_process(trust)))

@@ -21,7 +21,7 @@ from publisher.formats import row_bytes
 from publisher.gates import GateError
 from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
 from publisher.records import TableFormat
-from publisher.sums import RowSums, Tally
+from publisher.sums import RowSums, Tally, row_norms
 from publisher.tasks import Table
 from tests.publisher.written_tables import Rows, offsets_in_image, tables_of, write_all
 
@@ -141,7 +141,7 @@ def sums(
     tally = Tally(Table("t", rows, table.shape[1], table_format))
     for at, block in ((0, table[: len(table) // 3]), (len(table) // 3, table[len(table) // 3 :])):
         largest = check_finite(block, "t row", 0, table_format)
-        tally.add(first + at, block, largest, encode_rows(block, table_format))
+        tally.add(first + at, block, row_norms(block, largest), encode_rows(block, table_format))
     return tally.sums()
 
 
