@@ -55,7 +55,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(READY)
-	for name in limits stall memory interference persist scale; do \
+	for name in limits stall memory interference persist scale publish freshness serve; do \
 	  $(BIN)/python -m benchmarks $$name --json build/benchmarks/$$name.json $(BENCH) || exit 1; \
 	done
 

@@ -34,7 +34,7 @@ def main(root: str, rows: int, requests: int) -> list[dict[str, Any]]:
         def published(n: int, asked: list[Any] = asked) -> None:
             predictor.predict(asked[n % len(asked)])
 
-        engine = getattr(predictor.current, "engine", "eager")
+        engine = str(predictor.current.engine)
         for name, of, samples in _in_turn({"eager fp32": live, "published": published}, requests):
             samples.sort()
             out.append(

@@ -179,6 +179,18 @@ def test_scale_shows_each_part_for_three_sizes(tmp_path: Path) -> None:
     assert figures["ratios"]["open_s"] == last["open_s"] > last["latest_s"]
 
 
+@pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
+def test_publish_compares_with_its_limit_and_reads_memory(tmp_path: Path) -> None:
+    options = ("--size-mib", "4", "--repeats", "1", "--parts", "full")
+    figures, _ = run(tmp_path, "publish", "--quick", *options)
+    (row,) = figures["rows"]
+    assert row["limit_s"] > 0
+    assert row["samples"][0]["ended"] > row["samples"][0]["began"]
+    assert figures["ratios"]["publish_vs_limit"] == row["vs_limit"] > 0
+    assert 0.25 < figures["ratios"]["int8_vs_fp32"] < 0.3
+    assert 0 <= figures["ratios"]["max_abs_err"] < 0.01
+
+
 def test_a_root_that_cant_be_made_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
