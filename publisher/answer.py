@@ -18,6 +18,8 @@ from publisher.request import Request, RequestIds, RequestSpec, torch_dtype
 
 LOOKUP_DTYPES = ("float32", "float16", "bfloat16", "float64")
 ID_DTYPES = ("int64", "int32")
+MOST_COLUMNS = 1 << 24
+"""Of one lookup. The operator counts columns in 32 bits."""
 
 
 class Lookup(Protocol):
@@ -49,6 +51,7 @@ class Answerer:
         lookups: Sequence[Lookup],
         program: Program,
     ) -> None:
+        _check_maps(description, maps)
         self.spec = RequestSpec.of(description)
         self._maps = maps
         self._lookups = lookups
@@ -137,6 +140,18 @@ def check_description(description: ServingDescription) -> None:
         raise CorruptError(f"{what}: two of its inputs have one name: {', '.join(names)}")
 
 
+def _check_maps(description: ServingDescription, maps: IdMaps) -> None:
+    """A collision gives rows of its table; the rows of other maps are looked at for each request."""
+    for lk in description.lookups:
+        for s in lk.features:
+            known = maps.collisions[s.collision][0] if s.collision is not None else None
+            if known is not None and len(known.row) and int(known.row.max()) >= s.rows:
+                raise CorruptError(
+                    f"id maps: collision {s.collision} leads to row {int(known.row.max())} of "
+                    f"{s.table_fqn}, which has {s.rows}"
+                )
+
+
 def _check_lookup(
     description: ServingDescription, specs: tuple[FeatureSpec, ...], what: str
 ) -> None:
@@ -151,7 +166,7 @@ def _check_lookup(
         f = features.get(s.feature)
         if f is None:
             raise CorruptError(f"{what}: no feature {s.feature} in its requests")
-        if s.dim < 1:
+        if not 1 <= s.dim <= MOST_COLUMNS:
             raise CorruptError(f"{what}: {s.table_fqn} has {s.dim} columns")
         if s.weights == "request" and not f.weighted:
             raise CorruptError(f"{what}: {s.feature} has no weights in the request")
@@ -188,6 +203,8 @@ def _check_lookup_inputs(description: ServingDescription, what: str) -> None:
             f"{what}: its lookups {sorted(widths)} aren't the program's {sorted(inputs)}"
         )
     for name, spec in inputs.items():
+        if widths[name] > MOST_COLUMNS:
+            raise CorruptError(f"{what}: lookup {name} gives {widths[name]} columns, more than any")
         if spec.shape != ("batch", widths[name]) or spec.dtype not in LOOKUP_DTYPES:
             raise CorruptError(
                 f"{what}: lookup {name} gives {widths[name]} columns, its input is {spec.dtype} "
@@ -204,7 +221,7 @@ def _check_input(i: InputSpec, description: ServingDescription, what: str) -> No
     }
     features = {f.name: f for f in description.features}
     if i.kind == "dense":
-        if any(isinstance(d, str) and d != "batch" for d in i.shape):
+        if any(isinstance(d, str) and (at or d != "batch") for at, d in enumerate(i.shape)):
             raise CorruptError(f"{what}: a dense input of shape {i.shape}")
         return
     if i.kind == "lookup":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -154,10 +155,10 @@ def _tensor(name: str, shape: list[int], item: dict[str, Any]) -> torch.Tensor:
     if not isinstance(data, list):
         raise BadInputError(f"input {name}: data must be a list")
     dtype, kinds = _DTYPES[datatype]
-    try:
-        array = np.array(data)
-    except (ValueError, OverflowError):
-        raise BadInputError(f"input {name}: data has rows of different lengths") from None
+    numbers = _numbers(name, data, math.prod(shape))
+    if numbers is None:
+        raise BadInputError(f"input {name}: data holds something that is no {datatype} number")
+    array = np.array(numbers)
     if array.size and array.dtype.kind not in kinds:
         raise BadInputError(f"input {name}: data holds something that is no {datatype} number")
     if array.size != math.prod(shape):
@@ -170,6 +171,23 @@ def _tensor(name: str, shape: list[int], item: dict[str, Any]) -> torch.Tensor:
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         raise BadInputError(f"input {name}: a number is too large for {datatype}")
     return tensor
+
+
+def _numbers(name: str, data: list[Any], most: int) -> list[Any] | None:
+    """Nested lists of numbers as one list, no longer than need be; None if it holds anything else.
+
+    Looked at before numpy sees it, which would make room for the longest string in every place.
+    """
+    while data and all(type(part) is list for part in data):
+        lengths = {len(part) for part in data}
+        if len(lengths) > 1:
+            raise BadInputError(f"input {name}: data has rows of different lengths")
+        count = len(data) * lengths.pop()
+        if count > most:
+            raise BadInputError(f"input {name}: {count} numbers or more for {most} places")
+        data = list(chain.from_iterable(data))
+    kinds = set(map(type, data))
+    return data if kinds in ({bool}, set()) or kinds <= {int, float} else None
 
 
 def _numpy_kind(dtype: torch.dtype) -> type:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt import config
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, NotFoundError, SidestageError, StorageError
 from ckpt.trust import TrustList
 from publisher import keys
 from publisher.compiled import Packages
@@ -136,13 +136,32 @@ class Predictor:
         if refused is not None and refused[0] == state:
             raise CorruptError(refused[1])
         try:
-            loaded = load_version(self._registry, manifest, self._programs, self._tables)
-            loaded.warm_up()
+            loaded = self._load_whole(manifest)
         except CorruptError as e:
             self._refused[number] = (state, str(e))
             raise
         self._packages.use(loaded)
         self._refused.pop(number, None)
+        return loaded
+
+    def _load_whole(self, manifest: VersionManifest) -> LoadedVersion:
+        """Whatever goes wrong with a version's content is CorruptError, which is remembered."""
+        try:
+            loaded = load_version(self._registry, manifest, self._programs, self._tables)
+        except SidestageError:
+            raise
+        except Exception as e:
+            raise CorruptError(
+                f"version {manifest.version}: can't be loaded: {type(e).__name__}: {e}"
+            ) from e
+        try:
+            loaded.warm_up()
+        except (CorruptError, StorageError):
+            raise
+        except Exception as e:
+            raise CorruptError(
+                f"version {manifest.version}: its golden request isn't answered: {e}"
+            ) from e
         return loaded
 
     def _forget_others(self) -> None:

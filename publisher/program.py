@@ -15,7 +15,7 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ckpt.errors import BadInputError, CorruptError
-from ckpt.schema import ServingDescription
+from ckpt.schema import Dim, InputSpec, OutputSpec, ServingDescription
 from ckpt.trust import TrustList
 from ckpt.types import Buffer
 from publisher.request import dtype_name
@@ -55,8 +55,12 @@ class DenseProgram:
             )
         # Names that the archive knows, tied parameters' other names among them.
         self.known = frozenset(exported)
-        self.n_inputs = self._slots.count(None)
-        self.n_outputs = len(signature.output_specs)
+        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.inputs = [
+            _layout(n) for n, slot in zip(placeholders, self._slots, strict=True) if slot is None
+        ]
+        (output,) = (n for n in program.graph.nodes if n.op == "output")
+        self.outputs = [_layout(n) for n in output.args[0]]
 
     @staticmethod
     def load(data: Buffer, trust: TrustList, what: str) -> DenseProgram:
@@ -83,21 +87,50 @@ class DenseProgram:
                     f"{name}: described as {c.dtype} {c.shape}, the program has "
                     f"{dtype_name(tensor)} {tuple(tensor.shape)}"
                 )
-        if self.n_inputs != len(description.inputs):
+        if len(self.inputs) != len(description.inputs):
             found.append(
-                f"the program takes {self.n_inputs} inputs, {len(description.inputs)} are described"
-            )
-        if self.n_outputs != len(description.outputs):
-            found.append(
-                f"the program gives {self.n_outputs} outputs, {len(description.outputs)} are "
+                f"the program takes {len(self.inputs)} inputs, {len(description.inputs)} are "
                 f"described"
             )
+        elif len(self.outputs) != len(description.outputs):
+            found.append(
+                f"the program gives {len(self.outputs)} outputs, {len(description.outputs)} are "
+                f"described"
+            )
+        else:
+            found += self._wrong_shapes(description)
+        return found
+
+    def _wrong_shapes(self, description: ServingDescription) -> list[str]:
+        """Native code made of the program checks no sizes: what is described must be what it takes."""
+        found: list[str] = []
+        names: dict[str, Dim] = {}
+        specs: list[InputSpec | OutputSpec] = [*description.inputs, *description.outputs]
+        for spec, (dtype, shape) in zip(specs, [*self.inputs, *self.outputs], strict=True):
+            fits = spec.dtype == dtype and len(spec.shape) == len(shape)
+            for described, size in zip(spec.shape, shape, strict=False):
+                if isinstance(size, int):
+                    fits &= described == size
+                else:  # a symbol of the program stands for one described size throughout
+                    fits &= isinstance(described, str)
+                    fits &= names.setdefault(size, described) == described
+            if not fits:
+                found.append(
+                    f"{spec.name}: described as {spec.dtype} {spec.shape}, the program has {dtype} "
+                    f"({', '.join(map(str, shape))})"
+                )
         return found
 
     def bind(self, constants: Mapping[str, torch.Tensor]) -> BoundProgram:
         """The program with a version's constants; those that aren't given stay as exported."""
         bound = {n: constants.get(n, t) for n, t in self.exported.items()}
         return BoundProgram(self._graph, self._slots, bound)
+
+
+def _layout(node: Any) -> tuple[str, list[int | str]]:
+    """(dtype, sizes) of a value of the graph; a size that depends on the request by its symbol."""
+    value = node.meta["val"]
+    return dtype_name(value), [s if isinstance(s, int) else str(s) for s in value.shape]
 
 
 class BoundProgram:

@@ -124,3 +124,17 @@ def test_metadata() -> None:
     assert {"name": "user.weights", "datatype": "FP32", "shape": [-1]} in got["inputs"]
     assert "genre.weights" not in {i["name"] for i in got["inputs"]}
     assert got["outputs"][0] == {"name": "score", "datatype": "FP32", "shape": [-1]}
+
+
+def test_text_among_numbers_costs_no_memory() -> None:
+    """numpy would make room for the longest string in every place: gigabytes of a megabyte."""
+    item = {"name": "a", "datatype": "FP32", "shape": [1, 3]}
+    for data, why in (
+        (["x" * 1_000_000] + ["y"] * 500, "holds something that is no FP32 number"),
+        ([[0.0] * 1000] * 1000, "1000000 numbers or more for 3 places"),
+        ([[0.0, 1.0], [2.0]], "rows of different lengths"),
+        ([0.0, True, 2.0], "holds something that is no FP32 number"),
+    ):
+        body = json.dumps({"inputs": [{**item, "data": data}]}).encode()
+        with pytest.raises(BadInputError, match=why):
+            parse_request(body, {"a"}, 4 << 20)

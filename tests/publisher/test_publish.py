@@ -17,6 +17,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.schema import (
     ConstantSpec,
     FeatureSpec,
+    InputSpec,
     LookupSpec,
     OutputSpec,
     RequestFeature,
@@ -301,8 +302,30 @@ DESCRIBED = description()
         ),
         (
             replace(DESCRIBED, outputs=(OutputSpec("score", "float64", ("batch",)),) * 4),
-            "golden_parity",
-            r"output score: is torch\.float32 \(4,\), described as float64 \(4,\)",
+            "names_and_shapes",
+            r"score: described as float64 \('batch',\), the program has float32 \(",
+        ),
+        (
+            replace(
+                DESCRIBED,
+                inputs=(
+                    InputSpec("dense", "dense", "float32", ("batch", 4)),
+                    *DESCRIBED.inputs[1:],
+                ),
+            ),
+            "names_and_shapes",
+            r"dense: described as float32 \('batch', 4\), the program has float32 \(s\d+, 3\)",
+        ),
+        (
+            replace(
+                DESCRIBED,
+                inputs=(
+                    InputSpec("dense", "dense", "float32", ("batch", "batch")),
+                    *DESCRIBED.inputs[1:],
+                ),
+            ),
+            "digests",
+            "a dense input of shape",
         ),
         (replace(DESCRIBED, inputs=DESCRIBED.inputs[:1]), "digests", "aren't the program's"),
         (
