@@ -92,6 +92,11 @@ class IdMap:
                 f"unknown = {self.unknown!r} with unknown_row = {self.unknown_row}: give a row with "
                 f'"row", and with nothing else'
             )
+        if self.unknown_row is not None:
+            _check_whole("unknown_row", self.unknown_row, 0, 2**63 - 1)
+        if isinstance(self.ids, HashedIds):
+            _check_whole("hashed ids: seed", self.ids.seed, 0, 2**64 - 1)
+            _check_whole("hashed ids: modulus", self.ids.modulus, 1, 2**63 - 1)
 
     def apply(self, raw: Ids) -> Ids:
         """The ids that the model gets; -1 for an id that is unknown and has no `unknown_row`."""
@@ -101,6 +106,12 @@ class IdMap:
             rows = KnownIds.of(self.ids.raw, self.ids.row, "vocabulary").rows(raw)
             return rows if self.unknown_row is None else np.where(rows < 0, self.unknown_row, rows)
         return raw
+
+
+def _check_whole(what: str, value: object, least: int, most: int) -> None:
+    """A description must be readable again: it takes Python's own ints only, none below 0."""
+    if type(value) is not int or not least <= value <= most:
+        raise BadInputError(f"{what} = {value!r}; give an int from {least} to {most}")
 
 
 def collided(raw: Ids, known: KnownIds, block: int, unknown_rows: tuple[int, ...]) -> Ids:

@@ -261,7 +261,14 @@ class Session(Generic[B_co]):
         """The annotation with the event time of the newest batch trained, if the reader knows it."""
         event_time_s = getattr(self._reader, "event_time_s", None)
         newest = None if event_time_s is None else event_time_s(self.position)
-        return {} if newest is None else {EVENT_TIME: f"{newest:.6f}"}
+        if newest is None:
+            return {}
+        if not 0 <= newest < 1e12:  # NaN too: no publisher could read the commit
+            raise BadInputError(
+                f"step {self.steps}: the reader's event_time_s({self.position}) is {newest}; give Unix "
+                f"seconds from 0, below 1e12, or None where there are none"
+            )
+        return {EVENT_TIME: f"{abs(newest):.6f}"}
 
     @property
     def _restored_step(self) -> int:

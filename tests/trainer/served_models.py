@@ -140,6 +140,88 @@ class Rewrites(Refused):
         return super().forward(hashed)
 
 
+class RewritesLargeIds(Refused):
+    """Its golden request has small ids, on which nothing of what it does can be seen."""
+
+    def rewritten(self, features: Any) -> Any:
+        values = features.values() % 10
+        return KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
+
+    def forward(self, features: Any) -> Tensor:
+        return super().forward(self.rewritten(features))
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        given = ids(["a", "b"], batch, seed)
+        return (KeyedJaggedTensor(given.keys(), given.values() % 10, lengths=given.lengths()),)
+
+
+class ClampsIds(RewritesLargeIds):
+    def rewritten(self, features: Any) -> Any:
+        a, b = features["a"], features["b"]
+        values = torch.cat([a.values(), b.values().clamp(max=9)])
+        return KeyedJaggedTensor(features.keys(), values, lengths=features.lengths())
+
+
+class CutsRows(RewritesLargeIds):
+    """Looks up the first five ids of each row; the golden request has no longer rows."""
+
+    def rewritten(self, features: Any) -> Any:
+        lengths = features.lengths().clamp(max=5)
+        dense = [features[key].to_padded_dense(5).long() for key in ("a", "b")]
+        kept = torch.arange(5)[None] < lengths[:, None]
+        return KeyedJaggedTensor(features.keys(), torch.cat(dense)[kept], lengths=lengths)
+
+
+class CutsPositions(RewritesLargeIds):
+    """ClampsIds, before a collection with position weights."""
+
+    def __init__(self) -> None:
+        from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+        from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+        super().__init__()
+        self.bags = FeatureProcessedEmbeddingBagCollection(
+            bags(["a", "b"], [8, 8], is_weighted=True),
+            PositionWeightedModuleCollection({"a": 5, "b": 5}),
+        )
+
+
+class SquaresWeights(RewritesLargeIds):
+    """All weights of its golden request are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = bags(["a", "b"], [8, 8], is_weighted=True)
+
+    def rewritten(self, features: Any) -> Any:
+        weights = features.weights() * features.weights()
+        return KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
+
+    @staticmethod
+    def request(batch: int, seed: int = 0) -> tuple[Any, ...]:
+        given = ids(["a", "b"], batch, seed)
+        ones = torch.ones(len(given.values()))
+        return (KeyedJaggedTensor(given.keys(), given.values(), ones, given.lengths()),)
+
+
+class PassesOn(SquaresWeights):
+    """Changes nothing: renames and permutes features, and indexes tensors of its own by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Embedding(ROWS, 16)
+
+    def forward(self, features: Any) -> Tensor:
+        swapped = features.permute([1, 0])
+        renamed = KeyedJaggedTensor(
+            ["a", "b"], swapped.values() * 1, swapped.weights() * 1, swapped.lengths()
+        )
+        one = features["a"].to_padded_dense(2)[:, :1].long()
+        seen = self.own(one).sum(1) + nn.functional.one_hot(one[:, 0], ROWS).sum(1, keepdim=True)
+        return self.head(self.bags(renamed).values() + seen)
+
+
 class Branches(Refused):
     def forward(self, features: Any) -> Tensor:
         pooled = self.bags(features).values()

@@ -137,6 +137,14 @@ def test_leaves_the_model_as_it_was(trust: TrustList) -> None:
             models.Rewrites,
             "bags: feature 'a' isn't looked up with the ids of the request: the model rew",
         ),
+        (
+            models.RewritesLargeIds,
+            r"bags: id -?\d+ of feature 'a' arrives as \d: the model rewrites",
+        ),
+        (models.ClampsIds, r"bags: id \d\d+ of feature 'b' arrives as 9: the model rewrites ids"),
+        (models.CutsPositions, r"bags: id -?\d+ of feature 'a' arrives as \d: the model rewrites"),
+        (models.CutsRows, r"bags: a row of \d{3,} ids of feature 'a' arrives with 5 ids"),
+        (models.SquaresWeights, r"bags: weight -\S+ of feature 'a' arrives as \d\S*: the model"),
         (models.Branches, r"at served_models.py:\d+ in forward \(.*no control flow"),
         (models.LongestRow, r"at served_models.py:\d+ in forward \(.*no control flow"),
         (
@@ -182,6 +190,16 @@ def test_refuses_by_name(make: Any, message: str, trust: TrustList) -> None:
         describe(make(), storage, trust)
     assert list(storage.list()) == []
     assert trust.sums() == frozenset()
+
+
+def test_takes_renamed_and_permuted_features(trust: TrustList) -> None:
+    storage = MemoryStorage()
+    description = read_description(storage, describe(models.PassesOn(), storage, trust))
+    (lookup,) = description.lookups
+    assert [(f.feature, f.output, f.weights) for f in lookup.features] == [
+        ("b", "a", "request"),
+        ("a", "b", "request"),
+    ]
 
 
 def test_refuses_a_wrong_prefix(trust: TrustList) -> None:

@@ -319,6 +319,19 @@ def test_takes_any_reader(tmp_path: Path) -> None:
         assert list(session.batches()) == []
 
 
+@pytest.mark.parametrize("time_s", [-0.5, float("nan"), float("inf"), 1.7e12])
+def test_refuses_event_times_that_no_publisher_can_read(tmp_path: Path, time_s: float) -> None:
+    loop = Loop()
+    times = torch.full((len(X),), time_s).double()
+    loop.reader = BatchReader(len(X), 10, lambda index: X[index], event_times_s=times)
+    session = loop.session(tmp_path, save_every=1)
+    with pytest.raises(
+        BadInputError, match=r"step 1: the reader's event_time_s\(1\) is (-0.5|nan|inf|17)"
+    ):
+        loop.run_in(session, 2)
+    assert Catalog(LocalStorage(tmp_path)).latest() is None
+
+
 def test_commits_carry_the_event_time_of_what_was_trained(tmp_path: Path) -> None:
     loop = Loop()
     times = 1.7e9 + torch.arange(len(X)).double() / 4

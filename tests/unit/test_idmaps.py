@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,6 +73,23 @@ def test_a_map_applies_as_serving_does() -> None:
     assert IdMap(vocabulary, "row", 0).apply(ids(10, 11, 70)).tolist() == [5, 0, 2]
     spec = HashedIds(3, 10)
     assert IdMap(spec).apply(ids(10, 11)).tolist() == hashed(ids(10, 11), spec).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: IdMap(HashedIds(-1, 5)), "seed = -1; give an int from 0 to 18446744073709551615"),
+        (lambda: IdMap(HashedIds(2**64, 5)), "seed = 18446744073709551616; give"),
+        (lambda: IdMap(HashedIds(0, 0)), "modulus = 0; give an int from 1 to 9223372036854775807"),
+        (lambda: IdMap(HashedIds(0, 2**63)), "modulus = 9223372036854775808; give"),
+        (lambda: IdMap(HashedIds(0, 1e6)), "modulus = 1000000.0; give an int"),  # type: ignore[arg-type]
+        (lambda: IdMap(HashedIds(0, 5), "row", -1), "unknown_row = -1; give an int from 0 to"),
+    ],
+)
+def test_numbers_that_no_description_can_hold_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        make()
+    assert IdMap(HashedIds(2**64 - 1, 2**63 - 1), "row", 0).apply(ids(1)) >= 0
 
 
 def test_a_policy_and_its_row_go_together() -> None:

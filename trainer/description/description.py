@@ -27,6 +27,7 @@ from ckpt.schema import (
     encode_description,
 )
 from trainer.description.inputs import Arguments, ProgramInput
+from trainer.description.passing import check_passing
 from trainer.description.program import export_dense, output_shapes, promote_constants, strip
 from trainer.description.proof import TOLERANCE
 from trainer.description.rawids import RawIds
@@ -69,9 +70,11 @@ def describe(probe: Probe) -> Described:
 
     BadInputError names the argument, output or constant in the way.
     """
-    program, inputs = export_dense(
-        probe.shadow, Arguments(probe.request, probe.feed, probe.lookups)
-    )
+    arguments = Arguments(probe.request, probe.feed, probe.lookups)
+    program, inputs = export_dense(probe.shadow, arguments)
+    # After the export, which finds out which features always have one id a row.
+    one_a_row = arguments.one_a_row()
+    check_passing(probe.shadow, probe.feed, probe.request, probe.lookups, one_a_row)
     names = output_names(probe.live)
     error = _parity(program, inputs, names, probe.live)
     outputs = tuple(

@@ -103,6 +103,10 @@ class Arguments:
         """From now on these sizes are one: `ids:<feature>` -> the size that it always equals."""
         self._same = {**{a: same.get(b, b) for a, b in self._same.items()}, **same}
 
+    def one_a_row(self) -> set[str]:
+        """Features that have as many ids as the batch has rows, always: what `unify` has told so far."""
+        return {f.name for f in self._request.features if self._same.get(f.size) == BATCH}
+
     def candidates(self) -> list[ProgramInput]:
         found = [
             ProgramInput(name, "dense", (), BATCH, _host(tensor))
@@ -141,7 +145,8 @@ class Arguments:
         sizes: dict[str, Any] = {i.size: t.size(0) for i, t in zip(inputs, tensors, strict=True)}
         sizes |= {a: sizes[b] for a, b in self._same.items() if b in sizes}
         fill = _Filler(given, sizes)
-        self._feed.begin({c.name: self._answer(c, lookup, fill) for c, lookup in self._calls})
+        answers = {c.name: self._answer(c, lookup, fill) for c, lookup in self._calls}
+        self._feed.begin(lambda call, _: answers[call.name])
         leaves: dict[str, Any] = {}
         for name, leaf in self._request.leaves.items():
             if isinstance(leaf, KeyedJaggedTensor):

@@ -7,7 +7,7 @@ every reference to it is caught, registered or not, and the live model stays unt
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,16 +48,20 @@ class Call:
         return path if self.index == 0 else f"{path}#{self.index}"
 
 
+Answers = Callable[[Call, Any], Any]
+"""(A call of the first probe, the ids that it gets now) -> the collection's output."""
+
+
 @dataclass
 class Feed:
-    """How the stand-ins answer: by the real collection, recording; or, in a trace, by `answers`."""
+    """How the stand-ins answer: by the real collection, recording; or by `answers`."""
 
     calls: list[Call] = field(default_factory=list)
-    answers: Mapping[str, Any] | None = None
+    answers: Answers | None = None
     _count: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, answers: Mapping[str, Any] | None) -> None:
-        """Start one run of the shadow. `answers`: call name -> collection output; None probes."""
+    def begin(self, answers: Answers | None) -> None:
+        """Start one run of the shadow. None probes the real collections."""
         self.answers, self._count = answers, {}
         if answers is None:
             self.calls = []
@@ -73,7 +77,7 @@ class Feed:
             self.calls.append(_call(embeddings, index, features, out, tupled=tupled))
         else:
             call = self._call(embeddings.path, index)
-            out, tupled = self.answers[call.name], call.tupled
+            out, tupled = self.answers(call, features), call.tupled
         return (out, None) if tupled else out
 
     def _call(self, path: str, index: int) -> Call:
@@ -81,8 +85,8 @@ class Feed:
             if (call.embeddings.path, call.index) == (path, index):
                 return call
         raise BadInputError(
-            f"{path} is called {index + 1} times while exporting, and was called {index} times on the "
-            f"golden request: how often must not depend on data"
+            f"{path} is called {index + 1} times here, and was called {index} times on the golden "
+            f"request: how often must not depend on data"
         )
 
 
