@@ -453,7 +453,7 @@ def make_tables() -> tuple[dict[str, bytes], tuple[PublishedTable, ...], dict[st
                 parts.append(TablePart(file, len(files[file]), at, end - at))
                 files[file] += raw[at:end].tobytes()
                 at = end
-        stats = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0)
+        stats = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
         tables.append(
             PublishedTable(fqn, rows, dim, table_format, raw.shape[1], tuple(parts), stats)
         )
