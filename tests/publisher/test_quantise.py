@@ -19,10 +19,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 from ckpt.errors import BadInputError
 from publisher.formats import row_bytes
 from publisher.gates import GateError
+from publisher.policy import GateLimits
 from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
 from publisher.records import TableFormat
 from publisher.sums import RowSums, Tally, row_errors, row_norms
 from publisher.tasks import Table
+from publisher.verdicts import dequantisation_error
 from tests.publisher.packed_tables import pack, unpack
 from tests.publisher.written_tables import Rows, offsets_in_image, tables_of, write_all
 
@@ -93,6 +95,20 @@ def test_the_bits_are_fbgemms(bits: int) -> None:
     theirs = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(table, bits)
     stored = encode_rows(table, table_format)
     assert torch.equal(stored, torch.cat([theirs[:, -4:], theirs[:, :-4]], 1))
+
+
+@pytest.mark.parametrize("dim", [4, 16, 128])
+@pytest.mark.parametrize(
+    ("table_format", "most"), [("int8_rowwise", 0.007), ("int4_rowwise", 0.11)]
+)
+def test_ordinary_tables_are_far_from_the_default_limit(
+    dim: int, table_format: TableFormat, most: float
+) -> None:
+    tensors = {"normal": torch.randn(2000, dim), "uniform": torch.rand(2000, dim) - 0.5}
+    for table in write_all(tables_of(tensors, table_format), Rows(tensors))[1]:
+        assert (
+            0 < dequantisation_error(table.stats) < most < GateLimits().dequantisation_max_rel_err
+        )
 
 
 @pytest.mark.parametrize("table_format", FORMATS)
