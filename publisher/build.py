@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,14 @@ from publisher import keys
 from publisher.answer import check_description
 from publisher.engine import Engine, engine_of
 from publisher.gates import GateReport
-from publisher.golden import check_golden_ids, golden_reference, id_map_tensors, load_tensors
+from publisher.golden import (
+    StoredTensor,
+    TensorSource,
+    check_golden_ids,
+    golden_reference,
+    id_map_tensors,
+    load_tensors,
+)
 from publisher.loading import ProgramCache
 from publisher.policy import Policy
 from publisher.program import DenseProgram
@@ -37,28 +44,13 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLE_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-class StoredTensor(Protocol):
-    """What a checkpoint says of one tensor."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class TensorSource(RowSource, Protocol):
+class Reader(TensorSource, RowSource, Protocol):
     """What is read of a checkpoint; `ckpt.restore.CheckpointReader` is one."""
 
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-    def read(self, fqn: str) -> torch.Tensor: ...
-    def read_rows(self, fqn: str, rows: Sequence[int]) -> torch.Tensor: ...
     def held_bytes(self, fqn: str) -> int: ...
 
 
-OpenReader = Callable[[Storage, CommitRecord], TensorSource]
+OpenReader = Callable[[Storage, CommitRecord], Reader]
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ class VersionBuilder:
         return BuiltFiles(description_id, description.model, tuple(build.files), tables)
 
     def _job(
-        self, number: int, record: CommitRecord, tables: Sequence[Table], reader: TensorSource
+        self, number: int, record: CommitRecord, tables: Sequence[Table], reader: Reader
     ) -> BuildJob:
         return BuildJob(
             root_url=self.root.url,

@@ -15,6 +15,7 @@ from ckpt.schema import ServingDescription, decode_description
 from ckpt.trust import TrustList
 from publisher import keys
 from publisher.answer import Answerer, Program, check_description
+from publisher.difference import max_abs_err
 from publisher.golden import load_tensors
 from publisher.ids import IdMaps
 from publisher.images import TableCache, place_tables, table_files
@@ -111,11 +112,7 @@ class LoadedVersion:
         Raises CorruptError if an output has another name or shape than the fp32 answer.
         """
         outputs = self.predict(self.request.select(self._golden)).outputs
-        wanted = self._reference
-        if outputs.keys() != wanted.keys():
-            raise CorruptError(f"outputs are {sorted(outputs)}, the reference has {sorted(wanted)}")
-        errors = [_max_abs_err(n, t, wanted[n]) for n, t in outputs.items()]
-        return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
+        return max_abs_err(outputs, self._reference)
 
     def warm_up(self) -> None:
         """Answer the golden request; CorruptError unless it's as near to fp32 as when it was published."""
@@ -214,13 +211,3 @@ def check_constants(
             found = "missing" if t is None else f"{dtype_name(t)} {tuple(t.shape)}"
             raise CorruptError(f"{what}: {c.name} is {found}, expected {c.dtype} {c.shape}")
     return tensors
-
-
-def _max_abs_err(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        raise CorruptError(
-            f"output {name} is {got.dtype} {tuple(got.shape)}, the reference {want.dtype} "
-            f"{tuple(want.shape)}"
-        )
-    err = (got.double() - want.double()).abs()
-    return math.nan if err.isnan().any() else float(err.max()) if err.numel() else 0.0

@@ -44,7 +44,9 @@ class GateLimits:
     """Thresholds of the gates.
 
     parity_max_abs_err: the golden request's answers must be closer to fp32 than this.
-    dequantisation_max_rel_err: largest root mean square error of a table, relative to its values'.
+    dequantisation_max_rel_err: largest error of a table's stored values relative to the fp32 ones, of
+        the table as a whole and of its rows on average, see `verdicts.dequantisation_error`. The
+        default is twice what int4 does to normally distributed embeddings.
     norm_drift_max_ratio: a table's mean row length must stay within this factor of its parent's.
     """
 

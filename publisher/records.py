@@ -85,8 +85,11 @@ class TableStats:
     norm_counts: how many rows have a length of 0, and then in each power of two from
         [2^-20, 2^-19) on; the first of them takes all that are shorter, the last all longer ones.
     max_abs_err: the largest |stored value - fp32 value|. rms_err, rms: root mean squares of that
-        error and of the values. Errors are those of every fourth row, and of all rows of tables of
-        up to 65,536.
+        error and of the values.
+    mean_row_err: mean of the relative errors of rows that aren't zero, each 0 to 1, see
+        `publisher.sums.row_errors`; it shows what a few large rows or columns hide in `rms_err`.
+
+    Errors are those of every fourth row, and of all rows of tables of up to 65,536.
     """
 
     mean_norm: float
@@ -95,6 +98,7 @@ class TableStats:
     max_abs_err: float
     rms_err: float
     rms: float
+    mean_row_err: float
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,20 @@ _SAFE = (
 class RowSums:
     """Raw sums over rows: adding those of any split of a table gives those of the table.
 
-    values, error_values: how many values the rows have, and those have whose errors were taken. The
+    values, error_values: how many values the rows have, and those have whose errors were taken.
+    error_rows, row_error_sum: how many of the latter rows aren't zero, and their `row_errors`. The
     other fields are what `TableStats` is made of.
     """
 
     rows: int = 0
     values: int = 0
     error_values: int = 0
+    error_rows: int = 0
     norm_sum: float = 0.0
     max_norm: float = 0.0
     square_sum: float = 0.0
     error_square_sum: float = 0.0
+    row_error_sum: float = 0.0
     max_abs_err: float = 0.0
     norm_counts: tuple[int, ...] = (0,) * NORM_COUNTS
 
@@ -49,10 +52,12 @@ class RowSums:
             self.rows + other.rows,
             self.values + other.values,
             self.error_values + other.error_values,
+            self.error_rows + other.error_rows,
             self.norm_sum + other.norm_sum,
             max(self.max_norm, other.max_norm),
             self.square_sum + other.square_sum,
             self.error_square_sum + other.error_square_sum,
+            self.row_error_sum + other.row_error_sum,
             max(self.max_abs_err, other.max_abs_err),
             tuple(a + b for a, b in counts),
         )
@@ -67,6 +72,7 @@ class RowSums:
             max_abs_err=self.max_abs_err,
             rms_err=math.sqrt(self.error_square_sum / error_values),
             rms=math.sqrt(self.square_sum / values),
+            mean_row_err=self.row_error_sum / max(self.error_rows, 1),
         )
 
 
@@ -83,6 +89,30 @@ def row_norms(values: torch.Tensor, largest: float = 0.0) -> torch.Tensor:
     return norms
 
 
+def row_errors(values: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """The relative error of each row that isn't zero, 0 to 1, where the row is as good as lost.
+
+    Root mean square of a row's errors over that of its values, both without the largest |value|: it
+    sets the row's scale, and beside it any error of the others would look small. A row of nothing but
+    that value is compared by it. fp32 (rows, dim), within fp16's range; `errors` is overwritten.
+    """
+    import torch
+
+    sizes = values.abs()
+    # NumPy finds where the largest is six times as fast as torch.
+    at = torch.from_numpy(sizes.numpy().argmax(1))[:, None]
+    largest, own = sizes.gather(1, at), errors.gather(1, at)
+    rest = row_norms(sizes.scatter_(1, at, 0.0))
+    lost = row_norms(errors.scatter_(1, at, 0.0))
+    alone = rest == 0
+    if alone.any():
+        rest = torch.where(alone, largest[:, 0], rest)
+        lost = torch.where(alone, torch.hypot(lost, own[:, 0]), lost)
+        some = (rest != 0) | (lost != 0)
+        rest, lost = rest[some], lost[some]
+    return lost.div_(rest).clamp_(max=1.0)
+
+
 class Tally:
     """Takes the sums of a table's rows block by block, at a fraction of what encoding them costs."""
 
@@ -93,6 +123,7 @@ class Tally:
         self._norms: list[torch.Tensor] = []
         self._waiting = 0
         self._error_values, self._error_square_sum, self._max_abs_err = 0, 0.0, 0.0
+        self._error_rows, self._row_error_sum = 0, 0.0
 
     def add(
         self, first: int, values: torch.Tensor, norms: torch.Tensor, stored: torch.Tensor
@@ -111,7 +142,9 @@ class Tally:
             self._sums,
             values=self._sums.rows * self._table.dim,
             error_values=self._error_values,
+            error_rows=self._error_rows,
             error_square_sum=self._error_square_sum,
+            row_error_sum=self._row_error_sum,
             max_abs_err=self._max_abs_err,
         )
 
@@ -125,10 +158,14 @@ class Tally:
         self._error_values += values.numel()
         if self._table.format == "fp32" or not values.numel():
             return
-        errors = decode_rows(stored[sample], self._table.format).sub_(values).flatten()
+        by_row = decode_rows(stored[sample], self._table.format).sub_(values)
+        errors = by_row.flatten()
         self._error_square_sum += float(torch.dot(errors, errors))
         low, high = (x.item() for x in torch.aminmax(errors))
         self._max_abs_err = max(self._max_abs_err, -low, high)
+        relative = row_errors(values, by_row)
+        self._error_rows += len(relative)
+        self._row_error_sum += float(relative.sum(dtype=torch.float64))
 
     def _count(self) -> None:
         import torch

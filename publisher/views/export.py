@@ -17,6 +17,7 @@ from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundErro
 from ckpt.schema import ServingDescription, decode_description
 from ckpt.trust import TrustList
 from publisher import keys
+from publisher.difference import max_abs_err
 from publisher.gates import GateError
 from publisher.program import DenseProgram
 from publisher.records import VersionManifest
@@ -112,8 +113,8 @@ class ViewSource:
         names = [o.name for o in self.interface.outputs]
         if len(got) != len(names):
             raise CorruptError(f"the view gives {len(got)} outputs, the model {len(names)}")
-        wanted = [take(reference, n, keys.REFERENCE) for n in names]
-        return max(map(_max_abs_err, names, got, wanted))
+        wanted = {n: take(reference, n, keys.REFERENCE) for n in names}
+        return max_abs_err(dict(zip(names, got, strict=True)), wanted)
 
     def check(self, kind: Format, file: Path) -> float:
         """The same; GateError unless it is as small as the version's own must be."""
@@ -207,16 +208,6 @@ def _allowed_err(manifest: VersionManifest) -> float:
     raise BadInputError(
         f"version {manifest.version}: its manifest says nothing of golden parity; publish it again"
     )
-
-
-def _max_abs_err(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        raise CorruptError(
-            f"output {name} of the view is {got.dtype} {tuple(got.shape)}, the reference "
-            f"{want.dtype} {tuple(want.shape)}"
-        )
-    err = (got.double() - want.double()).abs()
-    return math.nan if err.isnan().any() else float(err.max()) if err.numel() else 0.0
 
 
 def _check_config(path: Path, config: str) -> None:

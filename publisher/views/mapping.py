@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ckpt.errors import BadInputError
-from ckpt.idmaps import Ids, KnownIds, collided, hashed
-from ckpt.schema import HashedIds, ServingDescription, VocabularyIds
+from ckpt.idmaps import Ids, collided
+from ckpt.schema import ServingDescription, VocabularyIds
+from publisher.ids import IdMaps
+from publisher.request import RequestSpec
 from publisher.views.interface import ViewFeature, ViewInterface
-from publisher.views.source import take
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -21,40 +21,28 @@ def view_inputs(
 ) -> list[torch.Tensor]:
     """The view's inputs, in order, for a request as `ckpt.schema` describes it.
 
-    id_maps: the content of the version's `keys.ID_MAPS`. BadInputError if the request lacks a tensor.
+    id_maps: the content of the version's `keys.ID_MAPS`. BadInputError for a request that isn't as
+    described.
     """
-    rows = {v.ids: v for v in interface.features if v.mapped}
+    spec = RequestSpec.of(description)
+    maps = IdMaps(description, id_maps)
+    ids = maps(spec.read(spec.select(request)), {})
+    mapped = {v.ids: v for v in interface.features if v.mapped}
     out = []
-    for spec in interface.inputs:
-        feature = rows.get(spec.name)
-        source = f"{feature.feature.name}.values" if feature else spec.name
-        if source not in request:
-            raise BadInputError(f"the request has no {source}")
-        given = request[source]
-        if feature is not None:
-            given = torch.from_numpy(_map(description, feature, id_maps, given.numpy()))
+    for i in interface.inputs:
+        view = mapped.get(i.name)
+        given = request[i.name] if view is None else torch.from_numpy(_rows(maps, view, ids))
         out.append(given.contiguous())
     return out
 
 
-def _map(description: ServingDescription, view: ViewFeature, id_maps: Tensors, raw: Ids) -> Ids:
-    """The rows of raw ids, -1 for those without: `RequestFeature.ids`, then a managed collision."""
-    f, ids = view.feature, raw
-    without = np.zeros(raw.shape, np.bool_)
-    if isinstance(f.ids, HashedIds):
-        ids = hashed(raw, f.ids)
-    elif isinstance(f.ids, VocabularyIds):
-        ids = _known(id_maps, f.name).rows(raw)
-        if f.unknown_row is not None:
-            ids = np.where(ids < 0, f.unknown_row, ids)
-        without = ids < 0
+def _rows(maps: IdMaps, view: ViewFeature, all_ids: list[Ids]) -> Ids:
+    """A feature's rows, -1 for ids without: those of its map, or of a managed collision after it."""
+    ids = all_ids[maps.index[view.feature.name]]
     if view.collision is None:
         return ids
-    spec = next(c for c in description.collisions if c.name == view.collision)
-    known = _known(id_maps, f"collision:{spec.name}")
-    return np.where(without, -1, collided(ids, known, spec.block, spec.unknown_rows))
-
-
-def _known(id_maps: Tensors, name: str) -> KnownIds:
-    raw, row = (take(id_maps, f"{name}.{part}", "id maps").numpy() for part in ("raw", "row"))
-    return KnownIds(raw, row)
+    known, spec = maps.collisions[view.collision]
+    rows = collided(ids, known, spec.block, spec.unknown_rows)
+    if isinstance(view.feature.ids, VocabularyIds):
+        rows = np.where(ids < 0, -1, rows)
+    return rows

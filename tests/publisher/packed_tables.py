@@ -46,3 +46,20 @@ def pack(values: torch.Tensor, table_format: TableFormat) -> tuple[bytes, torch.
     head = np.stack([scale, bias], 1).view(np.uint8)
     body = steps if levels == 255 else steps[:, ::2] | steps[:, 1::2] << 4
     return np.concatenate([head, body], 1).tobytes(), torch.from_numpy(steps * wide + shift)
+
+
+def unpack(data: bytes, dim: int, table_format: TableFormat) -> torch.Tensor:
+    """float32 (rows, dim): the values that `pack`'s bytes stand for, column by column."""
+    if table_format in ("fp16", "fp32"):
+        values = np.frombuffer(data, "<f2" if table_format == "fp16" else "<f4")
+        return torch.from_numpy(values.astype(np.float32).reshape(-1, dim))
+    each = dim if table_format == "int8_rowwise" else dim // 2
+    row = np.dtype([("scale", "<f2"), ("bias", "<f2"), ("body", "u1", (each,))])
+    rows = np.frombuffer(data, row)
+    steps = np.empty((len(rows), dim), np.float32)
+    if table_format == "int8_rowwise":
+        steps[:] = rows["body"]
+    else:
+        steps[:, ::2], steps[:, 1::2] = rows["body"] % 16, rows["body"] // 16
+    scale, bias = (rows[name].astype(np.float32)[:, None] for name in ("scale", "bias"))
+    return torch.from_numpy(steps * scale + bias)

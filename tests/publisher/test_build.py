@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ckpt.restore import CheckpointReader
 from publisher import keys
@@ -14,8 +13,8 @@ from publisher.gates import GateReport
 from publisher.policy import BuildPolicy, Policy
 from publisher.processes import ProcessPool
 from tests.publisher.conftest import Bench
+from tests.publisher.packed_tables import unpack
 from tests.publisher.tiny import GENRE, USER, random_tensors
-from tests.publisher.written_tables import decode
 
 POLICY = Policy(tables={"*.genre.*": "fp16", USER: "int4_rowwise"}, build=BuildPolicy(workers=2))
 
@@ -50,9 +49,8 @@ def test_tables_follow_the_policy(local_bench: Bench, workers: int) -> None:
     for t in built.tables:
         (part,) = t.parts
         data = local_bench.registry.storage.read(local_bench.registry.key(1, part.file))
-        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = stored[part.offset :][: t.rows * t.row_bytes].reshape(t.rows, -1)
-        errors = decode(rows, t.dim, t.format) - tensors[t.fqn]
+        stored = data[part.offset :][: t.rows * t.row_bytes]
+        errors = unpack(stored, t.dim, t.format) - tensors[t.fqn]
         assert t.stats.max_abs_err == pytest.approx(float(errors.abs().max()), rel=1e-4)
         assert t.stats.mean_norm == pytest.approx(float(tensors[t.fqn].norm(dim=1).mean()))
         assert 0 < t.stats.rms_err < t.stats.rms / 3

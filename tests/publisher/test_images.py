@@ -25,7 +25,7 @@ from tests.publisher.tiny import GOLDEN, description, flip_byte, stamped_tensors
 
 LONG = torch.arange(600 * 4).reshape(600, 4).float()
 SHORT = torch.tensor([[0.0, 255.0, 1.0], [7.0, 7.0, 7.0]])
-STATS = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0)
+STATS = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
 DESCRIBED = description(
     lookups=(
         LookupSpec(

@@ -19,10 +19,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 from ckpt.errors import BadInputError
 from publisher.formats import row_bytes
 from publisher.gates import GateError
+from publisher.policy import GateLimits
 from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
 from publisher.records import TableFormat
-from publisher.sums import RowSums, Tally, row_norms
+from publisher.sums import RowSums, Tally, row_errors, row_norms
 from publisher.tasks import Table
+from publisher.verdicts import dequantisation_error
+from tests.publisher.packed_tables import pack, unpack
 from tests.publisher.written_tables import Rows, offsets_in_image, tables_of, write_all
 
 FORMATS: list[TableFormat] = ["int8_rowwise", "int4_rowwise", "fp16", "fp32"]
@@ -45,6 +48,10 @@ def test_rows_come_back_within_half_a_step(dim: int, table_format: TableFormat) 
     stored = encode_rows(table, table_format)
     assert stored.shape == (100, row_bytes(table_format, dim))
     restored = decode_rows(stored, table_format)
+    by_hand = unpack(stored.numpy().tobytes(), dim, table_format)
+    torch.testing.assert_close(restored, by_hand, rtol=1e-6, atol=1e-6)
+    packed, values = pack(table, table_format)
+    assert torch.equal(unpack(packed, dim, table_format), values)
     span = table.amax(1, keepdim=True) - table.amin(1, keepdim=True)
     levels = {"int8_rowwise": 255, "int4_rowwise": 15}.get(table_format, math.inf)
     # Half a step, and what fp16 loses of the scale and of the bias.
@@ -88,6 +95,20 @@ def test_the_bits_are_fbgemms(bits: int) -> None:
     theirs = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(table, bits)
     stored = encode_rows(table, table_format)
     assert torch.equal(stored, torch.cat([theirs[:, -4:], theirs[:, :-4]], 1))
+
+
+@pytest.mark.parametrize("dim", [4, 16, 128])
+@pytest.mark.parametrize(
+    ("table_format", "most"), [("int8_rowwise", 0.007), ("int4_rowwise", 0.11)]
+)
+def test_ordinary_tables_are_far_from_the_default_limit(
+    dim: int, table_format: TableFormat, most: float
+) -> None:
+    tensors = {"normal": torch.randn(2000, dim), "uniform": torch.rand(2000, dim) - 0.5}
+    for table in write_all(tables_of(tensors, table_format), Rows(tensors))[1]:
+        assert (
+            0 < dequantisation_error(table.stats) < most < GateLimits().dequantisation_max_rel_err
+        )
 
 
 @pytest.mark.parametrize("table_format", FORMATS)
@@ -145,11 +166,23 @@ def sums(
     return tally.sums()
 
 
+def mean_row_err(table: torch.Tensor, errors: torch.Tensor) -> float:
+    """Row by row: both without the place of the largest |value|, 1 at most, rows of zeros aside."""
+    found = []
+    for row, wrong in zip(table.double(), errors.double(), strict=True):
+        kept = [i for i in range(len(row)) if i != int(row.abs().argmax())]
+        if row[kept].any():
+            found.append(min(float(wrong[kept].norm() / row[kept].norm()), 1.0))
+        elif row.any():
+            found.append(min(float(wrong.norm() / row.norm()), 1.0))
+    return sum(found) / len(found)
+
+
 @pytest.mark.parametrize("table_format", FORMATS)
 def test_the_sums_of_parts_are_those_of_the_table(table_format: TableFormat) -> None:
     table = torch.randn(1000, 16) * 10 ** torch.empty(1000, 1).uniform_(-9, 3)
     table[::7] = 0.0
-    restored = decode_rows(encode_rows(table, table_format), table_format)
+    restored = unpack(encode_rows(table, table_format).numpy().tobytes(), 16, table_format)
     errors = (restored - table).double()
     norms = table.double().norm(dim=1)
     total = sums(table[:1], table_format) + sums(table[1:640], table_format, 1)
@@ -159,7 +192,8 @@ def test_the_sums_of_parts_are_those_of_the_table(table_format: TableFormat) -> 
     assert stats.max_norm == pytest.approx(float(norms.max()), rel=1e-6)
     assert stats.rms == pytest.approx(float(table.double().square().mean().sqrt()), rel=1e-6)
     assert stats.rms_err == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-4)
-    assert stats.max_abs_err == float(errors.abs().max())
+    assert stats.max_abs_err == pytest.approx(float(errors.abs().max()), rel=1e-4)
+    assert stats.mean_row_err == pytest.approx(mean_row_err(table, errors), rel=1e-4)
     exponents = [math.floor(math.log2(n)) if n else None for n in norms.tolist()]
     assert stats.norm_counts[0] == exponents.count(None) == 143
     assert sum(stats.norm_counts) == 1000
@@ -177,7 +211,30 @@ def test_errors_of_a_large_table_are_those_of_every_fourth_row() -> None:
     assert total.error_values == mine.numel()
     assert total.stats().max_abs_err == float(errors.abs().max())
     assert total.stats().rms_err == pytest.approx(float(errors.double().square().mean().sqrt()))
+    assert total.error_rows == len(mine)
+    assert total.stats().mean_row_err == pytest.approx(mean_row_err(mine, errors), rel=1e-5)
     assert sum(total.norm_counts) == 1001
+
+
+def of(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(
+    ("values", "errors", "want"),
+    [
+        (of([3.0, 4.0, -100.0]), of([0.6, 0.8, 50.0]), [0.2]),  # 1 of 5, the largest aside
+        (of([1.0, 1.0], [0.0, 0.0]), of([0.5, 0.25], [0.0, 0.0]), [0.25]),  # no row of zeros
+        (of([0.0, -8.0, 0.0]), of([0.3, 0.0, 0.4]), [0.0625]),  # nothing else: 0.5 of 8
+        (of([2.0], [-4.0]), of([0.5], [0.0]), [0.25, 0.0]),
+        (of([1.0, 1.0]), of([9.0, 9.0]), [1.0]),
+        (of([1e-30, 1e-31]), of([-1e-30, -1e-31]), [1.0]),  # too small to be squared, and lost
+        (of([0.0, 0.0]), of([0.0, 1e-9]), [1.0]),
+        (of([1.0, 2.0]), of([math.nan, 0.0]), [math.nan]),
+    ],
+)
+def test_row_errors(values: torch.Tensor, errors: torch.Tensor, want: list[float]) -> None:
+    torch.testing.assert_close(row_errors(values, errors), torch.tensor(want), equal_nan=True)
 
 
 def test_sums_of_what_fp32_cannot_square() -> None:

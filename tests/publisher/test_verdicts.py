@@ -23,9 +23,13 @@ from publisher.verdicts import (
 
 
 def stats(
-    mean: float = 1.0, counts: tuple[int, ...] = (), rms_err: float = 0.0, rms: float = 1.0
+    mean: float = 1.0,
+    counts: tuple[int, ...] = (),
+    rms_err: float = 0.0,
+    rms: float = 1.0,
+    row_err: float = 0.0,
 ) -> TableStats:
-    return TableStats(mean, 2 * mean, counts, rms_err, rms_err, rms)
+    return TableStats(mean, 2 * mean, counts, rms_err, rms_err, rms, row_err)
 
 
 def table(fqn: str, of: TableStats, rows: int = 10) -> PublishedTable:
@@ -100,6 +104,9 @@ def test_dequantisation() -> None:
     assert dequantisation_error(stats(rms_err=0.3, rms=2.0)) == 0.15
     assert dequantisation_error(stats(rms_err=0.0, rms=0.0)) == 0.0
     assert dequantisation_error(stats(rms_err=0.1, rms=0.0)) == math.inf
+    assert dequantisation_error(stats(rms_err=0.3, rms=2.0, row_err=0.4)) == 0.4
+    assert math.isnan(dequantisation_error(stats(rms_err=0.3, row_err=math.nan)))
+    assert math.isnan(dequantisation_error(stats(rms_err=math.nan, row_err=0.3)))
     report = GateReport()
     tables = [table("a", stats(rms_err=0.01)), table("b", stats(rms_err=0.2))]
     decide_dequantisation(report, tables, 0.2)

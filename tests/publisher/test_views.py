@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from ckpt.storage import LocalStorage, Storage
 from ckpt.trust import TrustList
 from ckpt.types import FileEntry
 from publisher import cli, keys
+from publisher.difference import max_abs_err
 from publisher.formats import row_bytes
 from publisher.gates import GateError
 from publisher.predictor import Predictor
@@ -189,6 +191,40 @@ def test_an_onnx_file_serves_each_format_pooling_weight_and_map(
                 rtol=1e-5,
                 msg=lambda m, n=name: f"{n}: {m}",
             )
+
+
+def test_a_view_whose_second_output_is_no_number_fails(
+    trust: TrustList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's `max` would skip a NaN behind a number."""
+    made = make_version(LocalStorage(tmp_path / "root"), trust)
+    source = ViewSource(made.registry, made.manifest, trust)
+    outputs = list(made.answer(rich_request(3)).values())
+    monkeypatch.setattr("publisher.views.export.answer_in_fresh_process", lambda *_: outputs)
+    assert source.check("onnx", tmp_path) < 1e-5
+    outputs[1] = outputs[1].clone()
+    outputs[1][0, 0] = math.nan
+    outputs[0] = outputs[0] + 1e-5
+    assert math.isnan(source.golden_err("onnx", tmp_path))
+    with pytest.raises(GateError, match="is nan off"):
+        source.check("onnx", tmp_path)
+    outputs.pop()
+    with pytest.raises(CorruptError, match="gives 4 outputs, the model 5"):
+        source.check("onnx", tmp_path)
+
+
+def test_the_largest_error_of_outputs() -> None:
+    ones, none = torch.ones(2), torch.ones(0)
+    nan = torch.tensor([0.0, math.nan])
+    assert max_abs_err({"a": ones, "b": none}, {"b": none, "a": ones + 0.5}) == 0.5
+    assert math.isnan(max_abs_err({"a": ones, "b": nan, "c": ones}, dict.fromkeys("abc", ones)))
+    assert math.isnan(max_abs_err({"a": ones, "b": ones}, {"a": ones, "b": nan}))
+    assert max_abs_err({}, {}) == 0.0
+    with pytest.raises(CorruptError, match=r"outputs are \['a'\], the reference has \['b'\]"):
+        max_abs_err({"a": ones}, {"b": ones})
+    for other in (torch.ones(3), torch.ones(2).double()):
+        with pytest.raises(CorruptError, match=r"output a is torch\.float32 \(2,\), the reference"):
+            max_abs_err({"a": ones}, {"a": other})
 
 
 def test_a_view_that_fails_its_check_is_not_left(bench: Bench, tmp_path: Path) -> None:
@@ -453,7 +489,7 @@ def make_tables() -> tuple[dict[str, bytes], tuple[PublishedTable, ...], dict[st
                 parts.append(TablePart(file, len(files[file]), at, end - at))
                 files[file] += raw[at:end].tobytes()
                 at = end
-        stats = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0)
+        stats = TableStats(0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
         tables.append(
             PublishedTable(fqn, rows, dim, table_format, raw.shape[1], tuple(parts), stats)
         )

@@ -1,4 +1,4 @@
-"""Tables written by the real writer into memory, and read back by a decoder of its own."""
+"""Tables written by the real writer into memory."""
 
 from __future__ import annotations
 
@@ -63,15 +63,3 @@ def offsets_in_image(
         begins[r.file.key] = at
         at += r.file.size_bytes
     return {t.fqn: begins[t.parts[0].file] + t.parts[0].offset for t in tables}
-
-
-def decode(stored: torch.Tensor, dim: int, table_format: TableFormat) -> torch.Tensor:
-    """fp32 (rows, dim) of uint8 (rows, row_bytes), as `publisher.formats` describes it."""
-    if table_format in ("fp16", "fp32"):
-        dtype = torch.float16 if table_format == "fp16" else torch.float32
-        return stored.contiguous().view(dtype).float()
-    head = stored[:, :4].contiguous().view(torch.float16).float()
-    body = stored[:, 4:]
-    if table_format == "int4_rowwise":
-        body = torch.stack([body & 15, body >> 4], 2).reshape(len(stored), dim)
-    return body.float() * head[:, :1] + head[:, 1:]
