@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.catalog import Catalog
 from ckpt.storage import Storage
 from publisher.cli.paging import page_options, status_page
 from publisher.cli.shared import (
@@ -87,15 +88,16 @@ def once(
     """
     policy = _effective(options)
     storage, opened = open_root(root), open_registry(root, registry)
+    # Before anything is written: the lease is, too.
+    info = None if step is None else Catalog(storage).find(step)
     with _leased(opened, options["lease_ttl"]).kept() as lease, ExitStack() as stack:
         lease.acquire_or_fail(_Waiting(lease))
         publisher = _open_publisher(
             storage, opened, policy, lease, _WarnSink(), options["who"], stack
         )
-        if step is None:
+        if info is None:
             outcome = publisher.publish_latest(options["why"] or "publisher once", retry=retry)
         else:
-            info = publisher.catalog.find(step)
             outcome = publisher.publish(info, options["why"] or f"publisher once --step {step}")
     did = "published" if outcome.built else "was published before"
     is_now = "live" if outcome.live else "not live: another version is"
@@ -110,6 +112,7 @@ def once(
             "built": outcome.built,
             "live": outcome.live,
             "canary": outcome.canary,
+            "settings": _settings(opened, policy, options),
         },
         f"step {outcome.source.step} {did} as version {outcome.version}, which is {is_now}",
     )
@@ -171,7 +174,7 @@ def run(
             stack.enter_context(lease.kept())
             if compile_programs:
                 compilers.append(stack.enter_context(closing(_compiler(opened, sink))))
-            sink.emit("settings", interval_s=interval, policy=asdict(policy))
+            sink.emit("settings", interval_s=interval, **_settings(opened, policy, options))
             return publisher
 
         def compile_for(outcome: Outcome) -> None:
@@ -229,6 +232,16 @@ def _effective(options: dict[str, Any]) -> Policy:
         found = replace(found, gates=replace(found.gates, parity_max_abs_err=max_error))
     build = {n: options[n] for n in ("engine", "workers") if options[n] is not None}
     return replace(found, build=replace(found.build, **build))
+
+
+def _settings(registry: Registry, policy: Policy, options: dict[str, Any]) -> dict[str, Any]:
+    """What takes effect, wherever it was given, as plain JSON values."""
+    return {
+        "registry": registry.url,
+        "who": options["who"] or user_at_host(),
+        "lease_ttl_s": options["lease_ttl"],
+        "policy": asdict(policy),
+    }
 
 
 def _leased(registry: Registry, ttl_s: float) -> Lease:

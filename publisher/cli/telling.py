@@ -19,7 +19,9 @@ def status(root: str, registry: str | None, as_json: bool) -> None:
     """What is live, what is newest, and which commits were refused."""
     from publisher.status import describe_status, status_of
 
-    found = status_of(open_root(root), open_registry(root, registry))
+    # Nothing is published below a root at first; a registry's own address may be mistyped.
+    opened = open_registry(root, registry, must_exist=registry is not None)
+    found = status_of(open_root(root), opened)
     say(as_json, found, describe_status(found))
 
 
