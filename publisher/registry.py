@@ -7,7 +7,8 @@ manifest: such a folder is no version, and nothing is ever written into it again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ckpt import layout
@@ -114,16 +115,39 @@ class Registry:
             self._manifests[number] = manifest
         return self._manifests[number]
 
-    def find(self, source: Source) -> VersionManifest | None:
-        """The version made from a commit, or None."""
-        for number in reversed(self.numbers()):
-            try:
-                manifest = self.version(number)
-            except CorruptError:
-                continue  # nobody can use it: it doesn't count
-            if manifest.source == source:
+    def find(self, source: Source, *, whole: bool = False) -> VersionManifest | None:
+        """The newest version made from a commit, or None.
+
+        whole: only one that can go live: all files there with their sizes, and not being deleted.
+        """
+        pointer = self._pointer.read() if whole else None
+        for manifest in self._made_from(source):
+            if not whole:
+                return manifest
+            if pointer is not None and manifest.version in pointer.retired:
+                continue
+            with suppress(CorruptError):
+                self.check_files(manifest)
                 return manifest
         return None
+
+    def damaged(self, source: Source) -> dict[int, str]:
+        """The versions made from a commit whose files are damaged, and what is wrong with each."""
+        found = {}
+        for manifest in self._made_from(source):
+            try:
+                self.check_files(manifest)
+            except CorruptError as e:
+                found[manifest.version] = str(e)
+        return found
+
+    def _made_from(self, source: Source) -> Iterator[VersionManifest]:
+        """Newest first. A version whose manifest can't be read is left out: nobody can use it."""
+        for number in reversed(self.numbers()):
+            with suppress(CorruptError, NotFoundError):  # it may have been deleted since
+                manifest = self.version(number)
+                if manifest.source == source:
+                    yield manifest
 
     def discard(self, number: int) -> None:
         """Delete the files of a number that got no manifest; the number stays taken."""
