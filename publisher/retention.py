@@ -60,10 +60,15 @@ def pins(registry: Registry) -> dict[int, Pin]:
     """The pins by version; CorruptError names one that can't be read."""
     found = {}
     for number in sorted(pinned(registry)):
-        key = registry.prefix + keys.pin_key(number)
         with suppress(NotFoundError):
-            found[number] = decode(Pin, registry.storage.read(key), key)
+            found[number] = read_pin(registry, number)
     return found
+
+
+def read_pin(registry: Registry, number: int) -> Pin:
+    """One version's pin. NotFoundError, CorruptError."""
+    key = registry.prefix + keys.pin_key(number)
+    return decode(Pin, registry.storage.read(key), key)
 
 
 def pinned(registry: Registry) -> set[int]:
@@ -87,20 +92,22 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
     """
     if keep == 0:
         return []
+    before = registry.pointer()
     stored = registry.contents()
     versions = {n for n, names in stored.items() if keys.MANIFEST in names and keys.CLAIM in names}
     abandoned = _abandoned(registry, stored, versions)
+    gone = set(before.retired) - stored.keys() if before else set()
 
     def choose(pointer: Pointer) -> set[int]:
         kept = _named(registry, pointer) | pinned(registry)
-        # And what an earlier one didn't get through with: it is pinned no more.
-        unfinished = {n for n in pointer.retired if n in stored}
-        return expendable(versions, keep, kept) | (abandoned - kept) | unfinished
+        told = set(pointer.retired) - gone  # by others, who may be deleting them now
+        return expendable(versions, keep, kept) | (abandoned - kept) | told
 
     if dry_run:
         pointer = registry.pointer()
         return sorted(choose(pointer) & versions) if pointer else []
-    retired = registry.retire(choose)
+    # Were the highest number cleared away, it would be taken again.
+    retired = {n for n in registry.retire(choose) & stored.keys() if n <= max(versions, default=0)}
     for number in sorted(retired):
         registry.delete(number, stored[number])
     return sorted(retired & versions)
@@ -128,7 +135,7 @@ def _named(registry: Registry, pointer: Pointer) -> set[int]:
 def _abandoned(registry: Registry, stored: dict[int, set[str]], versions: set[int]) -> set[int]:
     """Numbers that are no versions and that nobody works on: those of older leases.
 
-    Only below the newest version: were the highest number cleared away, it would be taken again.
+    Only below the newest version, as the highest number stays.
     """
     newest, current = max(versions, default=0), registry.lease_epoch()
     found = set()
