@@ -159,10 +159,10 @@ class StatusPage:
         doc, reason = await self._wanted(request, "rolled back on the status page")
         to = _version_in(doc, "to")
 
-        def move(registry: Registry) -> Move:
-            return registry.rollback(to, reason)
-
-        return await run_in_threadpool(self._move, doc, move)
+        seen = _version_in(doc, "seen")
+        return await run_in_threadpool(
+            self._move, lambda registry: registry.rollback(to, reason, expected=seen)
+        )
 
     async def _post_promote(self, request: Request) -> Response:
         doc, reason = await self._wanted(request, "promoted on the status page")
@@ -170,19 +170,14 @@ class StatusPage:
         if version is None:
             raise BadInputError("version: name the canary that is to go live")
 
-        def move(registry: Registry) -> Move:
-            return registry.promote(reason, version)
+        seen = _version_in(doc, "seen")
+        return await run_in_threadpool(
+            self._move, lambda registry: registry.promote(reason, version, expected=seen)
+        )
 
-        return await run_in_threadpool(self._move, doc, move)
-
-    def _move(self, doc: dict[str, Any], move: Callable[[Registry], Move]) -> Response:
+    def _move(self, move: Callable[[Registry], Move]) -> Response:
         with self._lock:
-            registry = self._opened().registry
-            live = registry.live()
-            seen, now = _version_in(doc, "seen"), live.to_version if live else None
-            if seen is not None and seen != now:
-                raise ConflictError(f"version {now} is live by now, not {seen}: look again")
-            made = move(registry)
+            made = move(self._opened().registry)
             self._fresh_until_s = None
         return json_response({"move": asdict(made)})
 

@@ -59,7 +59,10 @@ class _Target:
 
 
 _Decide = Callable[[Pointer | None, Move | None], _Target | None]
-"""(the pointer, the newest known move) -> where to go, or None to leave it."""
+"""(the pointer, the newest known move) -> where to go, or None to leave it.
+
+The move is the pointer's, or the history's newest where the pointer was lost.
+"""
 _Open = Callable[[int], VersionManifest]
 """A version's manifest, its files looked at; raises if it isn't whole."""
 
@@ -83,15 +86,15 @@ class LivePointer:
         return f"{self._storage.url}/{self._prefix}{keys.LIVE}"
 
     def read(self) -> Pointer | None:
-        """The pointer, or None if nothing went live yet; CorruptError says how to mend it."""
+        """The pointer, or None if there is none yet; CorruptError says how to mend it."""
         return self._read()[0]
 
     def history(self) -> list[Move]:
         """Every move, oldest first."""
         moves = {m.sequence: m for m in map(self._move, self._sequences())}
-        now = self.read()
-        if now is not None:
-            moves[now.move.sequence] = now.move
+        move = _move_of(self.read())
+        if move is not None:
+            moves[move.sequence] = move
         return [moves[n] for n in sorted(moves)]
 
     def previous(self, now: Move) -> Move | None:
@@ -130,10 +133,11 @@ class LivePointer:
             newest[manifest.source.run_id] = manifest.source
             open_version(manifest.version)
             self._check_kept(now, manifest.version)
-            as_canary = canary and now is not None
+            live = _move_of(now)
+            as_canary = canary and live is not None
             return _Target(
                 kind="canary" if as_canary else "publish",
-                live=now.move.to_version if as_canary and now else manifest.version,
+                live=live.to_version if as_canary and live else manifest.version,
                 # What goes live directly is newer than the canary, whose trial is over.
                 canary=manifest.version if as_canary else None,
                 source=manifest.source,
@@ -144,12 +148,24 @@ class LivePointer:
 
         return self._change(target, reason)
 
-    def promote(self, version: int | None, open_version: _Open, reason: Reason) -> Move:
-        """Make the canary live. `version`, if given, must be the canary still: ConflictError."""
+    def promote(
+        self,
+        version: int | None,
+        open_version: _Open,
+        reason: Reason,
+        *,
+        expected: int | None = None,
+    ) -> Move:
+        """Make the canary live. `version`, if given, must be the canary still: ConflictError.
+
+        expected: the version that must be live still: ConflictError.
+        """
 
         def target(now: Pointer | None, known: Move | None) -> _Target:
-            canary = now.move.canary if now else None
-            if now is None or known is None or canary is None:
+            live = _move_of(now)
+            _check_expected(live, expected)
+            canary = live.canary if live else None
+            if known is None or canary is None:
                 raise NotFoundError(f"{self.url}: there is no canary to promote")
             if version not in (None, canary):
                 raise ConflictError(f"the canary is version {canary}, not {version}; look again")
@@ -158,18 +174,28 @@ class LivePointer:
 
         return self._moved(target, reason)
 
-    def rollback(self, to: int | None, open_version: _Open, reason: Reason) -> Move:
+    def rollback(
+        self,
+        to: int | None,
+        open_version: _Open,
+        reason: Reason,
+        *,
+        expected: int | None = None,
+    ) -> Move:
         """Move to version `to`, else to what was live before the live one; again: one further back.
 
-        Raises NotFoundError if there is no such version, ConflictError if it is live already.
+        expected: the version that must be live still. Raises NotFoundError if there is no such
+        version, ConflictError if it is live already or another one than was expected is.
         """
 
         def target(now: Pointer | None, known: Move | None) -> _Target:
+            live = _move_of(now)
+            _check_expected(live, expected)
             if known is None:
                 raise NotFoundError(f"{self.url}: no version is live yet: nothing to roll back")
-            if now is not None and to == now.move.to_version:
+            if live is not None and to == live.to_version:
                 raise ConflictError(f"version {to} is live already")
-            if now is None and to is None:
+            if live is None and to is None:
                 raise NotFoundError(f"{self.url}: is missing; name the version with --to")
             earlier = self._earlier(known, to)
             number = earlier.to_version if earlier else to
@@ -200,10 +226,12 @@ class LivePointer:
     def fence(self, lease_epoch: int) -> None:
         """No publisher with an older lease moves the pointer from here on.
 
-        LeaseLostError if a newer one was here. Does nothing while nothing is live.
+        LeaseLostError if a newer one was here. Before the first move it makes a pointer without one.
         """
 
-        def fenced(now: Pointer) -> Pointer:
+        def fenced(now: Pointer | None) -> Pointer:
+            if now is None:
+                return Pointer(None, lease_epoch, (), 0)
             if now.lease_epoch > lease_epoch:
                 raise LeaseLostError(
                     f"{self.url}: lease {now.lease_epoch} was here, this publisher holds {lease_epoch}"
@@ -215,23 +243,46 @@ class LivePointer:
     def retire(self, choose: Callable[[Pointer], set[int]]) -> set[int]:
         """Say which versions are to be deleted; no move that was decided before leads to them.
 
-        `choose` gives them by the pointer as it is when they are told; none while nothing is live.
+        `choose` gives them by the pointer as it is when they are told; none while there is no pointer.
         """
-        told = self._amend(lambda now: replace(now, retired=tuple(sorted(choose(now)))))
+
+        def retiring(now: Pointer | None) -> Pointer | None:
+            return replace(now, retired=tuple(sorted(choose(now)))) if now else None
+
+        told = self._amend(retiring)
         return set(told.retired) if told else set()
 
-    def _amend(self, amended: Callable[[Pointer], Pointer]) -> Pointer | None:
-        """Compare-and-set what isn't the move. Can be done twice: a lost reply harms nothing."""
+    def keep(self, number: int) -> None:
+        """Whoever has chosen what to retire, and not told it yet, chooses again, and sees a new pin.
+
+        NotFoundError if the version was retired before.
+        """
+
+        def kept(now: Pointer | None) -> Pointer | None:
+            self._check_kept(now, number)
+            return now
+
+        self._amend(kept, always=True)
+
+    def _amend(
+        self, amended: Callable[[Pointer | None], Pointer | None], *, always: bool = False
+    ) -> Pointer | None:
+        """Compare-and-set what isn't the move. Can be done twice: a lost reply harms nothing.
+
+        always: write even if nothing changes, so that who has read the pointer must read it again.
+        """
+        key = self._prefix + keys.LIVE
         for _ in range(_RACES):
             now, etag = self._read()
-            if now is None or etag is None:
-                return None
             wanted = amended(now)
-            if wanted == now:
-                return now
-            wanted = replace(wanted, changes=now.changes + 1)
+            if wanted is None or (wanted == now and not always):
+                return wanted
             with suppress(ConflictError, NotFoundError):
-                self._storage.replace_if(self._prefix + keys.LIVE, encode(wanted), etag)
+                if now is None or etag is None:
+                    self._storage.create(key, encode(wanted))
+                else:
+                    wanted = replace(wanted, changes=now.changes + 1)
+                    self._storage.replace_if(key, encode(wanted), etag)
                 return wanted
         raise self._outrun()
 
@@ -246,10 +297,11 @@ class LivePointer:
         """Compare-and-set: decide from the current move, try; again if another was first."""
         for _ in range(_RACES):
             now, etag = self._read()
-            if now is not None:
-                self._record(now.move)
+            at = _move_of(now)
+            if at is not None:
+                self._record(at)
             # A pointer that was lost is rebuilt on what the history says.
-            known = now.move if now else self._last_recorded()
+            known = at or self._last_recorded()
             aim = target(now, known)
             if aim is None:
                 return None
@@ -261,7 +313,7 @@ class LivePointer:
             move = Move(
                 sequence=known.sequence + 1 if known else 1,
                 kind=aim.kind,
-                from_version=now.move.to_version if now else None,
+                from_version=at.to_version if at else None,
                 to_version=aim.live,
                 canary=aim.canary,
                 source=aim.source,
@@ -282,8 +334,8 @@ class LivePointer:
                     self._storage.replace_if(self._prefix + keys.LIVE, data, etag)
             except (ConflictError, NotFoundError):
                 # The reply to our own move may have been lost, and a retry refused.
-                found = self.read()
-                if found is None or found.move.token != move.token:
+                found = _move_of(self.read())
+                if found is None or found.token != move.token:
                     continue
             # The pointer has moved whatever happens here; the next move records this one first.
             with suppress(StorageError):
@@ -341,6 +393,16 @@ class LivePointer:
             if to is None or at.to_version == to:
                 return at
         return None
+
+
+def _move_of(pointer: Pointer | None) -> Move | None:
+    return pointer.move if pointer else None
+
+
+def _check_expected(live: Move | None, expected: int | None) -> None:
+    now = live.to_version if live else None
+    if expected not in (None, now):
+        raise ConflictError(f"version {now} is live by now, not {expected}: look again")
 
 
 def _falls_back(known: Move | None, *, moved: bool) -> int | None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.errors import BadInputError, NotFoundError, SidestageError
+from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError, StorageError
 from ckpt.events import LogSink
 from ckpt.pins import pinned
 from ckpt.types import EventSink
 from publisher.build import VersionBuilder
 from publisher.examination import Examination
 from publisher.gates import GateError, GateReport, check_commit, event_time_of
-from publisher.lease import Lease, LeaseLostError
+from publisher.lease import Lease
 from publisher.metric import MetricCheck
 from publisher.parity import ParityCheck
 from publisher.pointer import Reason
@@ -125,7 +125,7 @@ class Publisher:
             if newer.status == "corrupt" and (newer.ref.epoch, newer.ref.step) > source.order:
                 self._sink.emit("commit_corrupt", step=newer.ref.step, reason=newer.problem)
         last = None if retry else self.given_up(source)
-        if last is not None and self.registry.find(source) is None:
+        if last is not None and self.registry.find(source, whole=True) is None:
             raise GateError(
                 last.gate,
                 f"step {source.step} was refused {last.attempt} times and given up (--retry tries "
@@ -142,9 +142,10 @@ class Publisher:
         assert info.record is not None
         source = source_of(info.record, info.ref)
         lease_epoch = self._lease_epoch()
-        manifest = self.registry.find(source)
+        manifest = self.registry.find(source, whole=True)
         built = manifest is None
         if manifest is None:
+            self._note_damage(source, lease_epoch)
             manifest = self._make(source, lease_epoch)
         move = self.registry.release(
             manifest,
@@ -187,20 +188,35 @@ class Publisher:
             event_to_live_s=None if event_s is None else round(now_s - event_s, 3),
         )
 
+    def _note_damage(self, source: Source, lease_epoch: int) -> None:
+        """Before a commit is built again because its version was damaged: each such version is a refusal.
+
+        So a store that damages all that is written isn't filled for ever: GateError once the commit
+        was refused as often as the policy allows.
+        """
+        damaged = self.registry.damaged(source)
+        noted = {r.version for r in self.registry.refusals(source)} if damaged else set()
+        for number in sorted(damaged.keys() - noted):
+            self.registry.check_lease(lease_epoch)
+            error = GateError("digests", damaged[number], CorruptError.exit_code)
+            self._refuse(source, GateReport(), number, error)
+            if self.given_up(source):
+                raise error
+
     def _make(self, source: Source, lease_epoch: int) -> VersionManifest:
         started = self._clock.monotonic()
         draft = self._build(source, lease_epoch)
         # A publisher without a lease may have been faster.
-        other = self.registry.find(source)
+        other = self.registry.find(source, whole=True)
         if other is not None:
             self.registry.discard(draft.version)
             return other
         manifest = replace(draft, published_at_s=self._clock.time())
-        try:
-            self.registry.seal(manifest)
-        except LeaseLostError:
-            self._discard(draft.version)
-            raise
+        with self._refusing(source, GateReport(), draft.version, lease_epoch):
+            try:
+                self.registry.seal(manifest)
+            except CorruptError as e:
+                raise GateError("digests", str(e), e.exit_code) from e
         self._sink.emit(
             "version_published",
             version=manifest.version,
@@ -267,6 +283,8 @@ class Publisher:
                 raise
             except Exception as e:  # one commit must not end the daemon
                 told = f"{type(e).__name__}: {e}"
+                if _of_the_host(e):
+                    raise StorageError(f"{told}; this host's trouble, not the commit's") from e
                 raise GateError("build", told, SidestageError.exit_code) from e
         except GateError as e:
             self._discard(number)
@@ -308,3 +326,10 @@ class Publisher:
         if number is not None:
             with suppress(SidestageError):  # the reason is worth more than the space
                 self.registry.discard(number)
+
+
+def _of_the_host(error: Exception) -> bool:
+    """Did memory, disk or network of this host fail? Says nothing about the commit: try again."""
+    if isinstance(error, RuntimeError):  # torch's way of raising MemoryError
+        return "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError | OSError)

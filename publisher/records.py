@@ -202,6 +202,7 @@ class Move:
 class Pointer:
     """`live.json`: where the pointer is, and what stops moves that were decided before.
 
+    move: the newest; None: nothing was live yet, but a lease was taken.
     lease_epoch: the newest lease; a publisher that holds an older one moves the pointer no more.
     retired: versions that are being deleted; nothing moves to them and nobody can pin them.
     changes: counts the writes, so that content never comes back: on an object store the etag may be
@@ -210,7 +211,7 @@ class Pointer:
 
     KIND: ClassVar[str] = "pointer"
 
-    move: Move
+    move: Move | None
     lease_epoch: int
     retired: tuple[int, ...]
     changes: int

@@ -2,12 +2,14 @@
 
 A version's number is claimed create-only, its files are written below that number, and its
 manifest comes last, create-only too. A number whose publisher died stays taken, without a
-manifest: such a folder is no version, and nothing is ever written into it again.
+manifest: such a folder is no version, and nothing is ever written into it again. Nor is one
+without its claim: it was being deleted when its paused publisher woke up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ckpt import layout
@@ -72,11 +74,17 @@ class Registry:
     def seal(self, manifest: VersionManifest) -> None:
         """Write a version's manifest: from here on the version exists.
 
-        Raises LeaseLostError if it was made under a lease that is over.
+        Raises LeaseLostError if it was made under a lease that is over. Whoever has that lease by now
+        may be deleting the files, so the lease is looked at again once the manifest is there.
         """
-        self.check_files(manifest)
         self.check_lease(manifest.lease_epoch)
+        self.check_files(manifest)
         self.storage.create(self.key(manifest.version, keys.MANIFEST), encode(manifest))
+        try:
+            self.check_lease(manifest.lease_epoch)
+        except LeaseLostError:
+            retention.withdraw(self, manifest.version)
+            raise
 
     def check_files(self, manifest: VersionManifest) -> None:
         """Raise CorruptError unless every file of a version is there with its size."""
@@ -94,7 +102,7 @@ class Registry:
 
     def numbers(self) -> list[int]:
         """Numbers of the versions that exist, ascending."""
-        return sorted(n for n, name in self._version_keys() if name == keys.MANIFEST)
+        return sorted(n for n, names in self.contents().items() if exists(names))
 
     def version(self, number: int) -> VersionManifest:
         """A version's manifest. Raises NotFoundError, naming those that exist, or CorruptError."""
@@ -114,16 +122,39 @@ class Registry:
             self._manifests[number] = manifest
         return self._manifests[number]
 
-    def find(self, source: Source) -> VersionManifest | None:
-        """The version made from a commit, or None."""
-        for number in reversed(self.numbers()):
-            try:
-                manifest = self.version(number)
-            except CorruptError:
-                continue  # nobody can use it: it doesn't count
-            if manifest.source == source:
+    def find(self, source: Source, *, whole: bool = False) -> VersionManifest | None:
+        """The newest version made from a commit, or None.
+
+        whole: only one that can go live: all files there with their sizes, and not being deleted.
+        """
+        pointer = self._pointer.read() if whole else None
+        for manifest in self._made_from(source):
+            if not whole:
+                return manifest
+            if pointer is not None and manifest.version in pointer.retired:
+                continue
+            with suppress(CorruptError):
+                self.check_files(manifest)
                 return manifest
         return None
+
+    def damaged(self, source: Source) -> dict[int, str]:
+        """The versions made from a commit whose files are damaged, and what is wrong with each."""
+        found = {}
+        for manifest in self._made_from(source):
+            try:
+                self.check_files(manifest)
+            except CorruptError as e:
+                found[manifest.version] = str(e)
+        return found
+
+    def _made_from(self, source: Source) -> Iterator[VersionManifest]:
+        """Newest first. A version whose manifest can't be read is left out: nobody can use it."""
+        for number in reversed(self.numbers()):
+            with suppress(CorruptError, NotFoundError):  # it may have been deleted since
+                manifest = self.version(number)
+                if manifest.source == source:
+                    yield manifest
 
     def discard(self, number: int) -> None:
         """Delete the files of a number that got no manifest; the number stays taken."""
@@ -142,7 +173,7 @@ class Registry:
         return pointer.move if pointer else None
 
     def pointer(self) -> Pointer | None:
-        """The live pointer with what stops older moves; None before the first."""
+        """The live pointer with what stops older moves; None before the first lease or move."""
         return self._pointer.read()
 
     def history(self) -> list[Move]:
@@ -166,13 +197,21 @@ class Registry:
             manifest, self._open_whole, reason, canary=canary, lease_epoch=lease_epoch
         )
 
-    def promote(self, reason: Reason, version: int | None = None) -> Move:
-        """Make the canary live. `version`, if given, must be the canary still: ConflictError."""
-        return self._pointer.promote(version, self._open_whole, reason)
+    def promote(
+        self, reason: Reason, version: int | None = None, *, expected: int | None = None
+    ) -> Move:
+        """Make the canary live. `version`, if given, must be the canary still: ConflictError.
 
-    def rollback(self, to: int | None, reason: Reason) -> Move:
-        """Make an earlier version live: `to`, or the one that was live before the live one."""
-        return self._pointer.rollback(to, self._open_whole, reason)
+        expected: the version that must be live still: ConflictError.
+        """
+        return self._pointer.promote(version, self._open_whole, reason, expected=expected)
+
+    def rollback(self, to: int | None, reason: Reason, *, expected: int | None = None) -> Move:
+        """Make an earlier version live: `to`, or the one that was live before the live one.
+
+        expected: the version that must be live still: ConflictError.
+        """
+        return self._pointer.rollback(to, self._open_whole, reason, expected=expected)
 
     def is_newer(self, source: Source, live: Move | None) -> bool:
         """Would this commit go live by itself?"""
@@ -240,6 +279,10 @@ class Registry:
         """Tell the pointer which versions are about to be deleted, so that nothing moves there."""
         return self._pointer.retire(choose)
 
+    def keep(self, number: int) -> None:
+        """Make retention look for pins again before it retires anything. NotFoundError: it has."""
+        self._pointer.keep(number)
+
     def contents(self) -> dict[int, set[str]]:
         """Number -> the names below it that are stored, manifest or not."""
         found: dict[int, set[str]] = {}
@@ -256,9 +299,12 @@ class Registry:
             return None
 
     def delete(self, number: int, names: set[str]) -> None:
-        """Delete a version's files: the manifest first, so that what is left of it is no version."""
+        """Delete a number's files: manifest and claim first, so that what is left of it is no version.
+
+        Without its claim it becomes none either if its publisher wakes up and writes the manifest.
+        """
         self._manifests.pop(number, None)
-        for name in sorted(names, key=lambda n: (n != keys.MANIFEST, n == keys.CLAIM, n)):
+        for name in sorted(names, key=lambda n: (n != keys.MANIFEST, n != keys.CLAIM, n)):
             self.storage.delete(self.key(number, name))
 
     # -- refused commits ------------------------------------------------------------------
@@ -306,6 +352,11 @@ class Registry:
         manifest = self.version(number)
         self.check_files(manifest)
         return manifest
+
+
+def exists(names: Collection[str]) -> bool:
+    """Is a number with these names stored below it a version?"""
+    return keys.MANIFEST in names and keys.CLAIM in names
 
 
 def _check_one_step(manifest: VersionManifest, key: str) -> None:

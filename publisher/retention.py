@@ -4,8 +4,11 @@ Kept are the newest so many, the live version, the canary, what a rollback would
 pinned, and what is in the making under the current lease. Deleting goes in this order:
 
 1. The pointer is told what is to go, by compare-and-set. From here on nothing moves there, and a move
-   that was decided before loses; pins that were set before are found now, later ones are refused.
-2. Per version the manifest, so that the rest is no version; then its files; its claim last.
+   that was decided before loses. A pin writes the pointer too: one that was set before is seen when
+   it is told, as who had looked for pins earlier loses and looks again; a later one is refused.
+   What was told once isn't taken back: others may be deleting it.
+2. Per number its manifest and its claim, so that the rest is no version, whoever of an older lease
+   may still wake up and write the manifest; then its files.
 
 Whoever is killed in between leaves what the pointer was told; the next one deletes that first.
 """
@@ -34,12 +37,12 @@ def pin(registry: Registry, number: int, reason: Reason) -> Pin:
         registry.storage.create(key, encode(made))
     except ConflictError:
         raise ConflictError(f"version {number} is pinned already; unpin it first") from None
-    # Retention tells the pointer first and then looks for pins: one of the two sees the other.
-    pointer = registry.pointer()
-    if pointer is not None and number in pointer.retired:
+    try:
+        registry.keep(number)
+    except NotFoundError:
         with suppress(StorageError):
             registry.storage.delete(key)
-        raise NotFoundError(f"{registry.url}: version {number} is being deleted by retention")
+        raise
     return made
 
 
@@ -57,10 +60,15 @@ def pins(registry: Registry) -> dict[int, Pin]:
     """The pins by version; CorruptError names one that can't be read."""
     found = {}
     for number in sorted(pinned(registry)):
-        key = registry.prefix + keys.pin_key(number)
         with suppress(NotFoundError):
-            found[number] = decode(Pin, registry.storage.read(key), key)
+            found[number] = read_pin(registry, number)
     return found
+
+
+def read_pin(registry: Registry, number: int) -> Pin:
+    """One version's pin. NotFoundError, CorruptError."""
+    key = registry.prefix + keys.pin_key(number)
+    return decode(Pin, registry.storage.read(key), key)
 
 
 def pinned(registry: Registry) -> set[int]:
@@ -84,39 +92,55 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
     """
     if keep == 0:
         return []
+    before = registry.pointer()
     stored = registry.contents()
-    versions = {n for n, names in stored.items() if keys.MANIFEST in names}
+    versions = {n for n, names in stored.items() if keys.MANIFEST in names and keys.CLAIM in names}
+    abandoned = _abandoned(registry, stored, versions)
+    gone = set(before.retired) - stored.keys() if before else set()
 
     def choose(pointer: Pointer) -> set[int]:
-        move = pointer.move
-        named = {n for n in (move.to_version, move.canary, registry.previous(move)) if n}
-        doomed = expendable(versions, keep, named | pinned(registry))
-        # What an earlier one didn't get through with.
-        return doomed | {n for n in pointer.retired if n in stored}
+        kept = _named(registry, pointer) | pinned(registry)
+        told = set(pointer.retired) - gone  # by others, who may be deleting them now
+        return expendable(versions, keep, kept) | (abandoned - kept) | told
 
     if dry_run:
         pointer = registry.pointer()
-        return sorted(choose(pointer)) if pointer else []
-    retired = registry.retire(choose)
-    if late := retired & pinned(registry):  # set between the choice and the telling
-        registry.retire(lambda pointer: set(pointer.retired) - late)
-        retired -= late
+        return sorted(choose(pointer) & versions) if pointer else []
+    # Were the highest number cleared away, it would be taken again.
+    retired = {n for n in registry.retire(choose) & stored.keys() if n <= max(versions, default=0)}
     for number in sorted(retired):
-        registry.delete(number, stored[number])
-    for number in _abandoned(registry, stored, versions):
         registry.delete(number, stored[number])
     return sorted(retired & versions)
 
 
-def _abandoned(registry: Registry, stored: dict[int, set[str]], versions: set[int]) -> list[int]:
-    """Numbers without a manifest that nobody works on: those of older leases.
+def withdraw(registry: Registry, number: int) -> None:
+    """Delete the manifest of a version that its publisher shouldn't have made, unless it is used by now."""
 
-    Only below the newest version: were the highest number cleared away, it would be taken again.
+    def choose(pointer: Pointer) -> set[int]:
+        kept = _named(registry, pointer) | pinned(registry)
+        return set(pointer.retired) | ({number} - kept)
+
+    if number in registry.retire(choose):
+        registry.delete(number, {keys.MANIFEST})
+
+
+def _named(registry: Registry, pointer: Pointer) -> set[int]:
+    """The live version, the canary, and what a rollback returns to."""
+    move = pointer.move
+    if move is None:
+        return set()
+    return {n for n in (move.to_version, move.canary, registry.previous(move)) if n}
+
+
+def _abandoned(registry: Registry, stored: dict[int, set[str]], versions: set[int]) -> set[int]:
+    """Numbers that are no versions and that nobody works on: those of older leases.
+
+    Only below the newest version, as the highest number stays.
     """
     newest, current = max(versions, default=0), registry.lease_epoch()
-    found = []
-    for number in sorted(stored.keys() - versions):
+    found = set()
+    for number in stored.keys() - versions:
         claim = registry.claimed(number)
         if number < newest and (claim is None or claim.lease_epoch < current):
-            found.append(number)
+            found.add(number)
     return found

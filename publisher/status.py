@@ -9,11 +9,12 @@ from typing import Any
 
 from ckpt import layout
 from ckpt.catalog import Catalog, CommitInfo
-from ckpt.errors import SidestageError
+from ckpt.errors import CorruptError, NotFoundError, SidestageError
 from ckpt.storage import Storage
 from publisher.answers import AnswerLog, FirstAnswer
 from publisher.records import Move, Refusal, VersionManifest, source_of
 from publisher.registry import Registry
+from publisher.retention import pinned, read_pin
 
 
 class StatusReader:
@@ -120,11 +121,15 @@ def describe_status(found: dict[str, Any]) -> str:
         version = newest["version"]
         told = "not published" if version is None else f"version {version}"
         lines.append(f"newest    step {newest['step']}, {told}")
-    if lease is not None:
+    if lease is not None and "problem" in lease:
+        lines.append(f"lease     {lease['problem']}")
+    elif lease is not None:
         left = ", released" if lease["released"] else ""
         lines.append(f"lease     {lease['owner']}, epoch {lease['epoch']}{left}")
     lines.append(f"versions  {len(found['versions'])}")
-    lines += [f"pinned    version {p['version']} by {p['who']}: {p['why']}" for p in found["pins"]]
+    for p in found["pins"]:
+        told = p["problem"] if "problem" in p else f"by {p['who']}: {p['why']}"
+        lines.append(f"pinned    version {p['version']} {told}")
     lines += [
         f"refused   step {r['step']}, {r['attempts']} times, gate {r['gate']}: {r['reason']}"
         for r in found["refused"]
@@ -178,13 +183,25 @@ def _canary_of(move: Move | None) -> int | None:
 
 
 def _pins_of(registry: Registry) -> list[dict[str, Any]]:
-    """Versions that somebody keeps: version, who, why, at_s."""
-    return [asdict(pin) for pin in registry.pins().values()]
+    """Versions that somebody keeps: version, who, why, at_s; or version, problem: it counts all the same."""
+    found: list[dict[str, Any]] = []
+    for number in sorted(pinned(registry)):
+        try:
+            found.append(asdict(read_pin(registry, number)))
+        except NotFoundError:
+            continue
+        except CorruptError as e:
+            told = f"{e}; `publisher unpin` removes it"
+            found.append({"version": number, "problem": told})
+    return found
 
 
 def _lease_of(registry: Registry) -> dict[str, Any] | None:
-    """Who may publish: owner, epoch, since_s, released."""
-    found = registry.lease()
+    """Who may publish: owner, epoch, since_s, released; or problem: nobody does until it is mended."""
+    try:
+        found = registry.lease()
+    except CorruptError as e:
+        return {"problem": str(e)}
     if found is None:
         return None
     return {

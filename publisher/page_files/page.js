@@ -107,12 +107,12 @@ function freshness(found) {
 function publisher(found) {
   const lease = found.lease;
   return el("div", { class: "card", id: "card-lease" }, el("h2", {}, "Publisher"), pairs([
-    ["lease", lease ? `epoch ${lease.epoch}${lease.released ? ", released" : ""}` : "none"],
+    ["lease", lease?.problem ? "damaged" : lease ? `epoch ${lease.epoch}${lease.released ? ", released" : ""}` : "none"],
     ["since", lease ? when(lease.since_s) : "–"],
     ["versions", count(found.versions.length)],
     ["pinned", count(found.pins.length)],
     ["refused commits", count(found.refused.length)],
-  ]), lease && el("p", { class: "muted" }, lease.owner));
+  ]), lease && el("p", { class: "muted" }, lease.problem || lease.owner));
 }
 
 function labels(found, version) {
@@ -150,7 +150,7 @@ function details(found, chosen) {
   return [head,
     el("p", { class: "muted" }, `step ${count(p.step)}, epoch ${p.epoch} · ${bytes(p.size_bytes)} · published `,
       when(p.published_at_s), ` by ${p.published_by}`, p.parent !== null ? ` · parent v${p.parent}` : "",
-      pin ? ` · pinned by ${pin.who}: ${pin.why}` : ""),
+      pin ? ` · pinned ${pin.problem || `by ${pin.who}: ${pin.why}`}` : ""),
     table("stack", [["Gate"], ["Value", "num"], ["Limit", "num"], ["Found"]], p.gates.map(g => el("tr", {},
       cell("keep", badge(g.passed ? "passed" : "failed", g.passed ? "passed" : "failed"), ` ${g.name}`),
       cell("num", figure(g.value)), cell("num", figure(g.threshold)), cell("", g.detail)))),

@@ -101,6 +101,8 @@ def signal_at(sig: signal.Signals, nth: int, ending: str = "") -> Callable[[str]
 class Stage:
     """A root with step 1 live and step 2 committed; copies of it are what publishers die in.
 
+    `unpublished` is the same with step 1 committed and nothing published.
+
     Who comes after a dead publisher finds its lease, and watches it on a clock that it turns itself.
     """
 
@@ -110,6 +112,7 @@ class Stage:
         self.programs = ProgramCache(self.trust)
         run = TinyRun(LocalStorage(folder / "base"), self.trust).begin()
         run.commit(1, stamped_tensors(1))
+        shutil.copytree(folder / "base", folder / "unpublished")
         self.publish(run.root)
         run.commit(2, stamped_tensors(2))
 
@@ -128,8 +131,8 @@ class Stage:
         publisher.publish_latest("test")
         publisher.lease.release()
 
-    def copy(self, name: str) -> LocalStorage:
-        shutil.copytree(self.folder / "base", self.folder / name)
+    def copy(self, name: str, of: str = "base") -> LocalStorage:
+        shutil.copytree(self.folder / of, self.folder / name)
         return LocalStorage(self.folder / name)
 
     def die_in(self, root: LocalStorage, work: Callable[[Any], None], at: int) -> bool:
@@ -243,7 +246,23 @@ def check_pause(stage: Stage, at: int) -> dict[str, Any] | None:
     """Pause a daemon in publishing step 2; another one takes over and publishes step 3; continue it."""
     if at > len(PAUSES):
         return None
-    root = stage.copy(f"pause-{at}")
+    return pause(stage, stage.copy(f"pause-{at}"), PAUSES[at - 1])
+
+
+FIRST_PAUSES = (
+    ("live.json", 1),  # making it, to tell it the epoch
+    ("live.json", 2),  # the first move
+)
+
+
+def check_first_pause(stage: Stage, at: int) -> dict[str, Any] | None:
+    """The same in publishing step 1, as long as nothing is live."""
+    if at > len(FIRST_PAUSES):
+        return None
+    return pause(stage, stage.copy(f"first-{at}", "unpublished"), FIRST_PAUSES[at - 1])
+
+
+def pause(stage: Stage, root: LocalStorage, place: tuple[str, int]) -> dict[str, Any]:
     told = Path(root.url) / "told.json"
 
     def daemon(storage: Any) -> None:
@@ -253,10 +272,10 @@ def check_pause(stage: Stage, at: int) -> dict[str, Any] | None:
         Daemon(lambda: publisher, lambda _: next(ticks, None) is None, clock=clock, sink=sink).run()
         told.write_text(json.dumps([name for name, _ in sink.events]))
 
-    ending, nth = PAUSES[at - 1]
+    ending, nth = place
     child = stage.fork(root, daemon, signal_at(signal.SIGSTOP, nth, ending))
     _, status = os.waitpid(child, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), PAUSES[at - 1]
+    assert os.WIFSTOPPED(status), place
     TinyRun(root, stage.trust).commit(3, stamped_tensors(3))
     stage.publish(root)
     live_while_paused = stage.served(root)
@@ -265,10 +284,11 @@ def check_pause(stage: Stage, at: int) -> dict[str, Any] | None:
     registry = Registry(root)
     lease = registry.lease()
     return {
-        "at": PAUSES[at - 1],
+        "at": place,
         "code": os.waitstatus_to_exitcode(status),
         "live_while_paused": live_while_paused,
         "live": stage.served(root),
+        "versions": [registry.version(n).source.step for n in registry.numbers()],
         "history": [m.source.step for m in registry.history()],
         "epochs": [m.lease_epoch for m in registry.history()],
         "lease": lease and lease.epoch,
@@ -282,6 +302,7 @@ CHECKS = {
     "rollback": check_rollback,
     "retention": check_retention,
     "pause": check_pause,
+    "first_pause": check_first_pause,
 }
 
 

@@ -88,7 +88,19 @@ def test_a_paused_owner_publishes_nothing_over_a_newer_one(places: Places) -> No
         assert place["refusals"] == 0, place
         moved = place["at"][0].startswith("history")
         assert place["history"] == ([1, 2, 3] if moved else [1, 3]), place
+        sealed = moved or place["at"] == ["live.json", 2]
+        assert place["versions"] == ([1, 2, 3] if sealed else [1, 3]), place
         assert place["epochs"] == sorted(place["epochs"]), place
         assert ("version_live" in place["told"]) == moved, place
         if not moved and place["at"][0] != "lease.json":  # there it had nothing yet to lose
             assert "lease_lost" in place["told"], place
+
+
+def test_a_paused_first_owner_makes_nothing_live(places: Places) -> None:
+    found = places["first_pause"]
+    assert len(found) == 2
+    for place in found:
+        assert (place["code"], place["live_while_paused"], place["live"]) == (0, 3, 3), place
+        assert place["history"] == [3], place
+        assert place["epochs"] == [2], place
+        assert "lease_lost" in place["told"], place

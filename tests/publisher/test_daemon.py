@@ -114,6 +114,19 @@ def test_behind_takes_the_newest_and_says_what_it_skips(bench: Bench) -> None:
     assert bench.sink.named("commits_skipped") == [{"count": 3, "before_step": 4}]
 
 
+def test_a_damaged_version_that_never_went_live_is_built_again(bench: Bench) -> None:
+    """Sealed, then killed, then damaged: the next one neither fails for ever nor skips the commit."""
+    bench.run.commit(1, random_tensors(1))
+    faulty = FaultyStorage(bench.run.root)
+    faulty.on("create", "*live.json").fail(StorageError("killed"))
+    with pytest.raises(StorageError):
+        Bench(TinyRun(faulty, bench.run.trust), Registry(faulty)).publish(1)
+    bench.run.root.put(bench.registry.key(1, keys.TABLES), b"cut")
+    run_daemon(bench, nothing)
+    assert [m.to_version for m in bench.registry.history()] == [2]
+    assert bench.sink.named("publish_failed") == []
+
+
 def test_d53_a_rollback_is_left_alone(bench: Bench) -> None:
     for step in (1, 2, 3):
         bench.run.commit(step, stamped_tensors(step))

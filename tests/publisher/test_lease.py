@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
-from ckpt.errors import BadInputError, ConflictError, CorruptError, StorageError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.storage import MemoryStorage
 from ckpt.trust import TrustList
 from publisher import keys
@@ -42,6 +52,26 @@ class Rivals:
 @pytest.fixture
 def rivals() -> Rivals:
     return Rivals()
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], BaseException | None]:
+    """Start `work`; call the answer to wait for its end and for what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except SidestageError as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end() -> BaseException | None:
+        thread.join()
+        return raised[0] if raised else None
+
+    return end
 
 
 def test_the_first_one_has_it_and_the_next_gets_it_when_it_leaves(rivals: Rivals) -> None:
@@ -177,6 +207,100 @@ def test_a_version_of_an_older_lease_is_not_sealed(rivals: Rivals) -> None:
     with pytest.raises(LeaseLostError, match="lease 2 was taken, this publisher holds 1"):
         make_version(rivals.registry, source(1), lease_epoch=1)
     assert rivals.registry.numbers() == []
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_manifest_that_comes_after_a_takeover_makes_no_version(
+    rivals: Rivals, killed: bool
+) -> None:
+    """The old owner is paused before it; the new one publishes the same commit, and deletes the files."""
+    assert rivals.a.acquire()
+    faulty = FaultyStorage(rivals.storage)
+    fault = faulty.on("create", "*manifest.json")
+    if killed:
+        fault.lose_reply(StorageError("killed"))
+    gate = fault.block()
+    raised = in_thread(lambda: make_version(Registry(faulty), source(1), lease_epoch=1))
+    gate.wait_reached()
+    rivals.take_over()
+    registry = rivals.registry
+    go_live(registry, source(1))
+    registry.prune(1)
+    assert sorted(registry.contents()) == [2]
+    gate.open()
+    assert type(raised()) is (StorageError if killed else LeaseLostError)
+    assert registry.numbers() == [2]
+    found = registry.find(source(1))
+    assert found is not None
+    assert found.version == 2
+    assert registry.prune(1) == []
+    assert sorted(registry.contents()) == [2]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_was_sealed_during_a_takeover_goes_unless_it_is_live(
+    rivals: Rivals, used: bool
+) -> None:
+    """The manifest is written under the old lease; the new owner finds it before that is noticed."""
+    assert rivals.a.acquire()
+    faulty = FaultyStorage(rivals.storage)
+    gate = faulty.on("read", "*lease.json").nth(2).block()
+    raised = in_thread(lambda: make_version(Registry(faulty), source(1), lease_epoch=1))
+    gate.wait_reached()
+    rivals.take_over()
+    registry = rivals.registry
+    if used:
+        found = registry.find(source(1), whole=True)
+        assert found is not None
+        registry.release(found, WHY, lease_epoch=2)
+    gate.open()
+    assert type(raised()) is LeaseLostError
+    assert registry.numbers() == ([1] if used else [])
+    if not used:  # nothing can move there any more
+        assert go_live(registry, source(1)) is not None
+        assert registry.numbers() == [2]
+
+
+def test_the_first_move_of_all_is_fenced_too(rivals: Rivals) -> None:
+    """There is no live version yet: the old owner has decided on the first one; a new owner comes."""
+    assert rivals.a.acquire()
+    assert rivals.registry.live() is None
+    first = make_version(rivals.registry, source(1))
+    faulty = FaultyStorage(rivals.storage)
+    gate = faulty.on("replace_if", "*live.json").block()
+    raised = in_thread(lambda: Registry(faulty).release(first, WHY, lease_epoch=1))
+    gate.wait_reached()
+    rivals.take_over()
+    gate.open()
+    assert type(raised()) is LeaseLostError
+    assert rivals.registry.live() is None
+    assert rivals.registry.history() == []
+    with pytest.raises(NotFoundError, match="no version is live yet"):
+        rivals.registry.rollback(None, WHY)
+    move = rivals.registry.release(first, WHY, canary=True, lease_epoch=2)
+    assert move is not None
+    assert (move.kind, move.sequence, move.from_version, move.lease_epoch) == (
+        "publish",
+        1,
+        None,
+        2,
+    )
+
+
+def test_an_owner_that_wakes_up_before_it_told_the_pointer_has_no_lease() -> None:
+    storage = MemoryStorage()
+    faulty = FaultyStorage(storage)
+    old, clock = Lease(Registry(faulty), ttl_s=TTL_S, clock=FakeClock()), FakeClock()
+    gate = faulty.on("create", "*live.json").block()
+    raised = in_thread(old.acquire)
+    gate.wait_reached()
+    new = Lease(Registry(storage), ttl_s=TTL_S, clock=clock)
+    assert not new.acquire()
+    clock.now_s += TTL_S
+    assert new.acquire()
+    gate.open()
+    assert type(raised()) is LeaseLostError
+    assert not old.held
 
 
 def test_a_lease_counts_only_once_the_pointer_was_told() -> None:

@@ -28,6 +28,7 @@ from publisher import cli, keys
 from publisher.httpd import bind
 from publisher.overview import Overview
 from publisher.page import PageThread, StatusPage, check_exposure
+from publisher.pointer import Reason
 from publisher.registry import Registry
 from publisher.status import describe_status, status_of
 
@@ -187,7 +188,7 @@ def test_the_browser_is_told_to_run_nothing_else(client: httpx.Client) -> None:
 
 
 def test_trouble_is_shown_and_passes(play: Play) -> None:
-    """No root yet, a store that fails, a damaged pointer, a damaged manifest."""
+    """No root yet, a store that fails, a damaged pointer, manifest, pin and lease."""
     trouble: list[Exception] = [NotFoundError("no RUN.json here"), StorageError("store is away")]
 
     def opened() -> Overview:
@@ -231,6 +232,19 @@ def test_trouble_is_shown_and_passes(play: Play) -> None:
                 (False, 1),
             ]
             assert (told["live"]["version"], told["live"]["freshness"]) == (4, None)
+            registry = play.registry
+            for number in (1, 2):
+                registry.pin(number, Reason("op@here", "keep"))
+            play.storage.put(registry.prefix + keys.pin_key(1), b"{}")
+            play.storage.put(registry.prefix + keys.LEASE, b"{}")
+            status, told = look()
+            assert status == 200
+            assert "delete it" in told["lease"]["problem"]
+            assert [(p["version"], "problem" in p) for p in told["pins"]] == [(1, True), (2, False)]
+            assert "pins/000001.json" in told["pins"][0]["problem"]
+            words = describe_status(status_of(play.storage, registry))
+            assert "\nlease     " in words
+            assert "\npinned    version 1 " in words
     finally:
         thread.stop()
     assert sink.events == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt import layout
-from ckpt.errors import CorruptError, StorageError
+from ckpt.errors import StorageError
 from ckpt.pins import PinBoard
 from ckpt.restore import CheckpointReader
 from ckpt.schema import (
@@ -508,7 +508,7 @@ def test_another_publisher_was_faster(live_bench: Bench) -> None:
     assert (outcome.version, outcome.live) == (3, True)
 
 
-def test_a_version_whose_files_were_damaged_does_not_go_live(live_bench: Bench) -> None:
+def test_a_version_whose_files_were_damaged_is_built_again(live_bench: Bench) -> None:
     live_bench.run.commit(2, random_tensors())
     root = live_bench.run.root
     faulty = FaultyStorage(root)
@@ -516,11 +516,64 @@ def test_a_version_whose_files_were_damaged_does_not_go_live(live_bench: Bench) 
     with pytest.raises(StorageError):
         Bench(TinyRun(faulty, live_bench.run.trust), Registry(faulty)).publish(2)
     root.put(live_bench.registry.key(2, keys.TABLES), b"cut")
-    with pytest.raises(CorruptError, match="the manifest of version 2 says"):
-        live_bench.publish(2)
-    live = live_bench.registry.live()
-    assert live is not None
-    assert live.to_version == 1
+    outcome = live_bench.publish(2)
+    assert (outcome.version, outcome.built, outcome.live) == (3, True, True)
+    again = live_bench.publish(2)
+    assert (again.version, again.built) == (3, False)
+    (refusal,) = live_bench.registry.refusals()
+    assert (refusal.version, refusal.gate) == (2, "digests")
+    assert "the manifest of version 2 says" in refusal.reason
+
+
+def test_a_store_that_damages_every_version_is_given_up(live_bench: Bench) -> None:
+    live_bench.run.commit(2, random_tensors())
+    publisher, registry = live_bench.publisher(), live_bench.registry
+    for number in (2, 3, 4):
+        faulty = FaultyStorage(live_bench.run.root)
+        faulty.on("replace_if", "*live.json").fail(StorageError("killed"))
+        with pytest.raises(StorageError):
+            Bench(TinyRun(faulty, live_bench.run.trust), Registry(faulty)).publish(2)
+        live_bench.run.root.delete(registry.key(number, keys.DENSE))
+    with pytest.raises(GateError, match="missing from version 4") as e:
+        publisher.publish_latest("test")
+    assert e.value.exit_code == 5
+    with pytest.raises(GateError, match="refused 3 times and given up"):
+        publisher.publish_latest("test")
+    assert publisher.publish_latest("mended", retry=True).live
+    assert registry.numbers() == [1, 2, 3, 4, 5]
+
+
+def test_files_that_vanish_before_the_manifest_are_a_refusal(live_bench: Bench) -> None:
+    live_bench.run.commit(2, random_tensors())
+
+    def loses(registry: Registry, draft: VersionManifest) -> float:
+        live_bench.run.root.delete(registry.key(draft.version, keys.DENSE))
+        return 0.0
+
+    with pytest.raises(GateError, match="missing from version 2"):
+        live_bench.publisher(loses).publish(live_bench.run.info(2), "test")
+    assert [r.gate for r in live_bench.registry.refusals()] == ["digests"]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        lambda: [b"x" * (1 << 62)],
+        lambda: torch.empty(1 << 50, dtype=torch.uint8),
+        lambda: open("/proc/self/none"),  # noqa: SIM115
+    ],
+    ids=["memory", "torch memory", "disk"],
+)
+def test_a_hosts_trouble_is_no_refusal(live_bench: Bench, trouble: Callable[[], Any]) -> None:
+    def parity(*_: object) -> float:
+        trouble()
+        return 0.0
+
+    live_bench.run.commit(2, random_tensors())
+    with pytest.raises(StorageError, match="this host's trouble"):
+        live_bench.publisher(parity).publish(live_bench.run.info(2), "test")
+    assert live_bench.registry.refusals() == []
+    assert live_bench.publish(2).live
 
 
 def test_no_commit_yet(bench: Bench) -> None:

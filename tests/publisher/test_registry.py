@@ -511,6 +511,67 @@ def test_a_pin_set_while_retention_begins_is_honoured(any_storage: Storage) -> N
     assert registry.rollback(1, WHY).to_version == 1  # nothing is held against it
 
 
+def test_a_pin_between_two_prunes_is_refused_or_honoured(any_storage: Storage) -> None:
+    """The first has told the pointer and is about to delete; the pin is set; a second one comes."""
+    for step in (1, 2, 3):
+        go_live(registry_in(any_storage), source(step))
+    first, pinning = FaultyStorage(any_storage), FaultyStorage(any_storage)
+    deletes = first.on("delete", "*manifest.json").block()
+    looks = pinning.on("stat", "*live.json").block()  # the pin is there, the pointer not looked at
+    refused: list[BaseException] = []
+
+    def pin() -> None:
+        try:
+            registry_in(pinning).pin(1, WHY)
+        except NotFoundError as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=registry_in(first).prune, args=(1,))]
+    threads.append(threading.Thread(target=pin))
+    threads[0].start()
+    deletes.wait_reached()
+    threads[1].start()
+    looks.wait_reached()
+    registry_in(any_storage).prune(1)
+    looks.open()
+    threads[1].join()
+    deletes.open()
+    threads[0].join()
+    registry = registry_in(any_storage)
+    assert "version 1 is being deleted by retention" in str(refused[0])
+    assert (registry.numbers(), registry.pins()) == ([2, 3], {})
+
+
+@pytest.mark.parametrize("kind", ["rollback", "promote"])
+def test_an_operator_moves_only_what_was_seen(any_storage: Storage, kind: str) -> None:
+    """Another version goes live after the move was decided on and before it is written."""
+    for step in (1, 2):
+        go_live(registry_in(any_storage), source(step))
+    go_live(registry_in(any_storage), source(3), canary=True)
+    faulty = FaultyStorage(any_storage)
+    gate = faulty.on("replace_if", "*live.json").block()
+    raised: list[BaseException] = []
+
+    def move() -> None:
+        try:
+            if kind == "promote":
+                registry_in(faulty).promote(WHY, 3, expected=2)
+            else:
+                registry_in(faulty).rollback(None, WHY, expected=2)
+        except ConflictError as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    gate.wait_reached()
+    registry_in(any_storage).rollback(1, WHY)  # leaves the canary
+    gate.open()
+    thread.join()
+    assert "version 1 is live by now, not 2" in str(raised[0])
+    assert live_version(registry_in(any_storage)) == 1
+    assert registry_in(any_storage).promote(WHY, 3, expected=1).to_version == 3
+
+
 def test_what_dead_publishers_left_is_cleared_away(registry: Registry) -> None:
     """Half a version goes once its lease is over; what is in the making under the current one stays."""
     for epoch in (1, 2):
