@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.idmaps import Ids
 from ckpt.schema import FeatureSpec, InputSpec, ServingDescription
-from publisher.ids import IdMaps, Unknown
+from publisher.ids import IdMaps, Unknown, counts
 from publisher.lookup import Found
 from publisher.request import Request, RequestIds, RequestSpec, torch_dtype
 
@@ -62,14 +62,14 @@ class Answerer:
     def __call__(self, request: Request) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """(outputs by name, unknown ids by feature); BadInputError says what is wrong with a request."""
         checked = self.spec.read(request)
-        unknown: dict[str, int] = {}
+        unknown: Unknown = {}
         with torch.inference_mode():
             ids = self._maps(checked, unknown)
             found: Found = {}
             for lookup in self._lookups:
                 lookup(checked, ids, unknown, found)
             outputs = self.program([i(request, checked, ids, found) for i in self._inputs])
-        return dict(zip(self._outputs, outputs, strict=True)), unknown
+        return dict(zip(self._outputs, outputs, strict=True)), counts(unknown)
 
 
 class _Source:

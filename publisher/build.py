@@ -92,7 +92,7 @@ class VersionBuilder:
         self._programs = programs
         self._open_reader = open_reader
         self._policy = policy or Policy()
-        self._engine = engine or engine_of(self._policy.build)
+        self._engine = engine or engine_of(self._policy.build, root, registry.storage)
         self._file_bytes = file_bytes
 
     def build(self, number: int, record: CommitRecord, report: GateReport) -> BuiltFiles:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError
+from ckpt.errors import BadInputError, CorruptError, NotFoundError, SidestageError, StorageError
 from ckpt.manifest import seal, unseal
 from ckpt.schema import ServingDescription
 from ckpt.trust import TrustList
@@ -30,6 +31,7 @@ from publisher.loading import Engine, LoadedVersion
 from publisher.registry import Registry
 
 KIND = "package"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _RUNNERS = min(16, os.cpu_count() or 1)
 
 
@@ -58,7 +60,10 @@ def encode_record(record: PackageRecord) -> bytes:
 
 def decode_record(data: Buffer, key: str) -> PackageRecord:
     """Read a record back; CorruptError names `key` and the field that is wrong."""
-    return decode_stored(PackageRecord, unseal(KIND, data, key), key)
+    record = decode_stored(PackageRecord, unseal(KIND, data, key), key)
+    if not _SHA256.fullmatch(record.sha256):  # it names the package's key
+        raise CorruptError(f"{key}: sha256 is {record.sha256!r}")
+    return record
 
 
 def instruction_set() -> str:
@@ -175,8 +180,11 @@ class Packages:
                 loaded.engine = Engine("eager", reason)
                 return
             use_package(loaded, self._read(record), f"sha256 {record.sha256}")
-        except SidestageError as e:  # serving goes on without it
-            loaded.engine = Engine("eager", str(e))
+        except Exception as e:  # native code, made elsewhere: serving goes on without it
+            reason = (
+                str(e) if isinstance(e, SidestageError) else f"{type(e).__name__}: {_first_line(e)}"
+            )
+            loaded.engine = Engine("eager", reason)
 
     def _read(self, record: PackageRecord) -> bytes:
         """A package's bytes, which this host trusts: those of the last one needn't be read again."""
@@ -191,13 +199,20 @@ class Packages:
 def use_package(loaded: LoadedVersion, data: bytes, what: str) -> None:
     """Run a version's dense part by a package, whose bytes the caller trusts.
 
-    Raises BadInputError or CorruptError, and leaves the version as it was, if it doesn't fit.
+    Raises BadInputError or CorruptError if it doesn't fit or run, StorageError if there is no room to
+    unpack it, and leaves the version as it was.
     """
-    with tempfile.TemporaryDirectory(prefix="sidestage-") as folder:
-        path = Path(folder) / "package.pt2"
-        path.write_bytes(data)  # what was trusted is what is loaded
-        program = CompiledProgram(path, loaded.description, loaded.constants)
-    loaded.swap_program(program, Engine("compiled", what))
+    try:
+        with tempfile.TemporaryDirectory(prefix="sidestage-") as folder:
+            path = Path(folder) / "package.pt2"
+            path.write_bytes(data)  # what was trusted is what is loaded
+            program = CompiledProgram(path, loaded.description, loaded.constants)
+    except OSError as e:
+        raise StorageError(f"the compiled package can't be unpacked: {e}; check TMPDIR") from e
+    try:
+        loaded.swap_program(program, Engine("compiled", what))
+    except RuntimeError as e:  # of the loader's first run
+        raise BadInputError(f"the compiled package doesn't run: {_first_line(e)}") from e
 
 
 def _first_line(error: Exception) -> str:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ckpt import errors
-from ckpt.errors import SidestageError, StorageError
+from ckpt.errors import BadInputError, SidestageError, StorageError
 from publisher.gates import GateError
 from publisher.tasks import BuildJob, FileResult, FileTask
 
 if TYPE_CHECKING:
+    from ckpt.storage import Storage
     from publisher.policy import BuildPolicy
     from publisher.writing import TableWriter
 
@@ -26,12 +27,15 @@ ATTEMPTS = 2
 
 
 class WorkerError(StorageError):
-    """A worker died, more than once, in one task: nothing was found out about the commit."""
+    """A worker died, more than once, in one task: nothing was found out about the commit.
 
-    def __init__(self, task: FileTask, how: str) -> None:
+    hint: what to look at; memory, unless it's known better.
+    """
+
+    def __init__(self, task: FileTask, how: str, hint: str | None = None) -> None:
+        hint = hint or "is there memory for it? (build.memory_mib and build.workers of the policy)"
         super().__init__(
-            f"{task.name}: the worker process {how}, {ATTEMPTS} times in this task; is there memory for "
-            f"it? (build.memory_mib and build.workers of the policy)"
+            f"{task.name}: the worker process {how}, {ATTEMPTS} times in this task; {hint}"
         )
 
 
@@ -90,8 +94,17 @@ def open_writer(job: BuildJob) -> TableWriter:
     return TableWriter.open(job)
 
 
-def engine_of(policy: BuildPolicy) -> Engine:
-    """The engine that a policy names. BadInputError if Ray is wanted and isn't installed."""
+def engine_of(policy: BuildPolicy, *stores: Storage) -> Engine:
+    """The engine that a policy names, for these stores.
+
+    BadInputError if Ray is wanted and isn't installed, or if other processes can't reach a store.
+    """
+    for store in stores:
+        if (policy.engine == "ray" or policy.workers) and store.url.startswith("memory:"):
+            raise BadInputError(
+                f"build.engine {policy.engine} with {policy.workers} workers: no other process can reach "
+                f"{store.url}; set build.workers = 0, or use a folder or a bucket"
+            )
     if policy.engine == "ray":
         from publisher.on_ray import RayCluster
 

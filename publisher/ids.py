@@ -27,8 +27,9 @@ from ckpt.schema import (
 )
 from publisher.request import RequestIds, RequestSpec
 
-Unknown = dict[str, int]
 Mask = npt.NDArray[np.bool_]
+Unknown = dict[str, Mask]
+"""By feature of the request, which of its ids had no row; an id counts once, in however many lookups."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class IdMaps:
             if isinstance(f.ids, VocabularyIds):
                 missing = out[i] < 0
                 if missing.any():
-                    count(unknown, f.name, int(missing.sum()))
+                    note(unknown, f.name, missing)
                     settle(f, request.values[i], out[i], missing)
         return out
 
@@ -162,10 +163,7 @@ class LookupRows:
             start += n
             if not mine.any():
                 continue
-            counted = mine
-            if isinstance(feature.ids, VocabularyIds):
-                counted = mine & (of >= 0)  # the others were counted by the map
-            count(unknown, feature.name, int(counted.sum()))
+            note(unknown, feature.name, mine)
             settle(feature, request.values[at], of, mine)
             if feature.unknown == "zero":
                 of[mine] = 0
@@ -187,6 +185,12 @@ def settle(feature: RequestFeature, raw: Ids, ids: Ids, missing: Mask) -> None:
         ids[missing] = feature.unknown_row
 
 
-def count(unknown: Unknown, feature: str, n: int) -> None:
-    if n:
-        unknown[feature] = unknown.get(feature, 0) + n
+def note(unknown: Unknown, feature: str, missing: Mask) -> None:
+    """These ids of a feature have no row here."""
+    before = unknown.get(feature)
+    unknown[feature] = missing.copy() if before is None else before | missing
+
+
+def counts(unknown: Unknown) -> dict[str, int]:
+    """How many ids of each feature have no row in at least one of the tables that it reads."""
+    return {feature: int(missing.sum()) for feature, missing in unknown.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import mmap
 import os
@@ -32,7 +33,8 @@ from publisher.records import PublishedTable, TableFormat, VersionManifest
 
 _STEP_BYTES = 16 << 20
 _WORKERS = 4
-_TABLES = re.compile(r"tables-\d{5,}\.bin")
+_TABLES = re.compile(r"tables-[0-9]{5,}\.bin")
+_DIGEST = re.compile(r"[a-z0-9-]+:[0-9a-f]+")
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
 
@@ -103,10 +105,12 @@ class TableCache:
 
     Args:
         folder: where downloaded files are kept, by digest; None: they aren't kept.
+        prefix: of the registry's keys. Each registry has a folder of its own in there.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, prefix: str = "") -> None:
         self._folder = folder
+        self._prefix = prefix
 
     def map(self, storage: Storage, files: Sequence[tuple[str, FileEntry]]) -> torch.Tensor:
         """The image of (key, entry) files, uint8, every byte of it digested.
@@ -120,8 +124,7 @@ class TableCache:
             for again in (False, True):
                 found = []
                 for key, entry in files:
-                    path = folder / f"{entry.digest.replace(':', '-')}.bin"
-                    found.append((key, path, entry))
+                    found.append((key, folder / _kept_name(entry.digest, key), entry))
                 kept = [path.exists() for _, path, _ in found]
                 list(each(lambda f: _fetch(storage, *f), found, _WORKERS))
                 try:
@@ -139,7 +142,7 @@ class TableCache:
         """Delete the kept files of this storage that have none of these digests."""
         if self._folder is None or isinstance(storage, LocalStorage):
             return
-        names = {f"{d.replace(':', '-')}.bin" for d in digests}
+        names = {_kept_name(d, "a kept file") for d in digests}
         with contextlib.suppress(OSError):
             for path in self._of(storage, self._folder).iterdir():
                 if path.name not in names and path.suffix == ".bin":
@@ -154,13 +157,21 @@ class TableCache:
                 return
             folder = self._of(storage, self._folder)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _sweep(folder)
         except OSError as e:
             raise StorageError(f"{e.filename}: the cache can't be made: {e.strerror}") from e
         yield folder
 
-    @staticmethod
-    def _of(storage: Storage, folder: Path) -> Path:
-        return folder / hashlib.sha256(storage.url.encode()).hexdigest()[:16]
+    def _of(self, storage: Storage, folder: Path) -> Path:
+        name = f"{storage.url}\n{self._prefix}"
+        return folder / hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _kept_name(digest: str, what: str) -> str:
+    """The name of a file in the cache: the manifest's text must not lead out of its folder."""
+    if not _DIGEST.fullmatch(digest):
+        raise CorruptError(f"{what}: {digest!r} is no digest, written algorithm:hex")
+    return f"{digest.replace(':', '-')}.bin"
 
 
 def _fetch(storage: Storage, key: str, path: Path, entry: FileEntry) -> None:
@@ -170,7 +181,10 @@ def _fetch(storage: Storage, key: str, path: Path, entry: FileEntry) -> None:
             return
     part = path.with_name(f"{uuid4().hex}.part")
     try:
-        with open(part, "wb") as f:
+        with _sweeping(path.parent, fcntl.LOCK_SH):
+            f = open(part, "wb")  # noqa: SIM115  (locked before anybody can sweep it away)
+            fcntl.flock(f, fcntl.LOCK_EX)
+        with f:
             for at in range(0, entry.size_bytes, _STEP_BYTES):
                 f.write(storage.read(key, at, min(_STEP_BYTES, entry.size_bytes - at)))
         os.replace(part, path)
@@ -178,6 +192,26 @@ def _fetch(storage: Storage, key: str, path: Path, entry: FileEntry) -> None:
         raise StorageError(f"{part}: can't be written: {e.strerror}; free some space") from e
     finally:
         part.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what downloads left that were killed: nobody holds the lock of such a file."""
+    with _sweeping(folder, fcntl.LOCK_EX):
+        for part in folder.glob("*.part"):
+            with contextlib.suppress(OSError), open(part, "rb") as f:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+
+
+@contextlib.contextmanager
+def _sweeping(folder: Path, how: int) -> Iterator[None]:
+    """While held exclusively, nobody is between making a file and locking it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _checked(files: Sequence[tuple[str, Path, FileEntry]]) -> torch.Tensor:

@@ -6,10 +6,12 @@ processes, and nothing else: tasks say where to read and write, and no table pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, StorageError
 from publisher.engine import ATTEMPTS, Failure, OpenWriter, WorkerError, open_writer
 from publisher.tasks import BuildJob, FileResult, FileTask
 
@@ -39,26 +41,45 @@ class RayCluster:
         self._opens = opens
 
     def map(self, writer: TableWriter, tasks: Sequence[FileTask]) -> Iterator[FileResult]:
+        """As Engine.map; StorageError too where the cluster can't be reached or gives up."""
+        if not tasks:
+            return
         ray = self._ray
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
-        hosts = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
-        count = min(self._workers or sum(hosts), len(tasks))
-        fit, job = writer.job.shared(min(count, max(hosts, default=1)))
-        count = max(1, min(count, fit * len(hosts)))
-        remote = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_work)
-        waiting = list(reversed(tasks))
+        with self._reached():
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False)
+            hosts = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
+        if not any(hosts):
+            raise StorageError("engine ray: no host of the cluster has a CPU to give; start one")
+        count, cpus, job = share_out(writer.job, hosts, self._workers, len(tasks))
         busy: dict[Any, FileTask] = {}
-        shared = ray.put(job)  # once, not with each task
         try:
+            with self._reached():
+                remote = ray.remote(num_cpus=cpus, max_retries=ATTEMPTS - 1)(_work)
+                shared = ray.put(job)  # once, not with each task
+            waiting = list(reversed(tasks))
             while waiting or busy:
-                while waiting and len(busy) < count:
-                    task = waiting.pop()
-                    busy[remote.remote(self._opens, shared, task)] = task
-                for ref in ray.wait(list(busy))[0]:
+                with self._reached():
+                    while waiting and len(busy) < count:
+                        task = waiting.pop()
+                        busy[remote.remote(self._opens, shared, task)] = task
+                    ready = ray.wait(list(busy))[0]
+                for ref in ready:
                     yield self._result(ref, busy.pop(ref))
         finally:
             self._stop(list(busy))
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """What goes wrong with the cluster itself says nothing about the commit: try again."""
+        try:
+            yield
+        except Exception as e:
+            why = (str(e).strip().splitlines() or [""])[0]
+            raise StorageError(
+                f"engine ray: the cluster can't be used: {type(e).__name__}: {why}; is it up? "
+                f"(`ray status`, RAY_ADDRESS)"
+            ) from e
 
     def _result(self, ref: Any, task: FileTask) -> FileResult:
         try:
@@ -70,10 +91,27 @@ class RayCluster:
         return answer
 
     def _stop(self, refs: list[Any]) -> None:
-        for ref in refs:
-            self._ray.cancel(ref, force=True)
-        if refs:
-            self._ray.wait(refs, num_returns=len(refs), timeout=_STOP_S)
+        with suppress(Exception):  # a cluster that is gone does nothing more, and has told
+            for ref in refs:
+                self._ray.cancel(ref, force=True)
+            if refs:
+                self._ray.wait(refs, num_returns=len(refs), timeout=_STOP_S)
+
+
+def share_out(
+    job: BuildJob, hosts: Sequence[int], workers: int, tasks: int
+) -> tuple[int, int, BuildJob]:
+    """(tasks at a time, CPUs that each one asks for, the job with one task's memory).
+
+    hosts: the CPUs of each, not all 0. Ray places tasks by CPUs alone, all on one host if they fit:
+    where the memory of a host is enough for fewer, each one asks for more CPUs than it uses.
+    """
+    wanted, most = min(workers or sum(hosts), tasks), max(hosts)
+    on_one = min(wanted, most)
+    fit, _ = job.shared(on_one)
+    cpus = 1 if fit >= on_one else math.ceil(most / fit)
+    _, job = job.shared(min(on_one, most // cpus))
+    return min(wanted, sum(h // cpus for h in hosts)), cpus, job
 
 
 def _work(opens: OpenWriter, job: BuildJob, task: FileTask) -> FileResult | Failure:

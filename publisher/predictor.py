@@ -55,7 +55,7 @@ class Predictor:
         trust = trust or TrustList(config.trust_file())
         self._programs = ProgramCache(trust)
         self._packages = Packages(self._registry, trust)
-        self._tables = TableCache(cache or config.cache_folder())
+        self._tables = TableCache(cache or config.cache_folder(), self._registry.prefix)
         self._pinned = version
         self._follow = follow
         self._sequence = 0

@@ -22,6 +22,11 @@ from publisher.tasks import BuildJob, FileResult, FileTask
 if TYPE_CHECKING:
     from publisher.writing import TableWriter
 
+_EXIT_HINT = (
+    "its own error is on stderr; a script that builds with workers must do so below its "
+    '`if __name__ == "__main__":`'
+)
+
 
 class ProcessPool:
     """Processes of this host; each opens the checkpoint for itself.
@@ -61,7 +66,7 @@ class ProcessPool:
                     elif isinstance(answer, Failure):
                         raise answer.error_here()
                     elif worker.attempt == ATTEMPTS:
-                        raise WorkerError(worker.task, answer)
+                        raise WorkerError(worker.task, answer, worker.hint)
                     else:
                         waiting.append((worker.task, worker.attempt + 1))
         finally:
@@ -83,6 +88,7 @@ class _Worker:
         theirs.close()
         self.task: FileTask
         self.attempt: int
+        self.hint: str | None = None
 
     def begin(self, task: FileTask, attempt: int) -> None:
         self.task, self.attempt = task, attempt
@@ -100,6 +106,7 @@ class _Worker:
             code = self._process.exitcode or 0
             with suppress(ValueError):
                 return f"{self._process.pid} was killed by {signal.Signals(-code).name}"
+            self.hint = _EXIT_HINT
             return f"{self._process.pid} ended with exit code {code}"
 
     def stop(self) -> None:

@@ -85,6 +85,9 @@ class RequestSpec:
         """
         if request.keys() != self._expected:
             self._refuse_names(request)
+        for name, tensor in request.items():
+            if not (isinstance(tensor, torch.Tensor) and tensor.is_cpu) or tensor.is_sparse:
+                _refuse_kind(name, tensor)
         batches = set()
         for name, dtype, shape in self._dense:
             tensor = request[name]
@@ -170,6 +173,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _refuse_kind(name: str, tensor: object) -> NoReturn:
+    kind = f"a {type(tensor).__name__}"
+    if isinstance(tensor, torch.Tensor):
+        kind = f"{str(tensor.layout).removeprefix('torch.')}, on {tensor.device}"
+    raise BadInputError(f"{name}: is {kind}; send a dense tensor on the CPU: tensor.cpu()")
 
 
 def _dense_batch(spec: InputSpec, tensor: torch.Tensor) -> int | None:

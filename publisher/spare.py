@@ -31,6 +31,8 @@ from publisher.gates import GateError
 from publisher.records import GateName, VersionManifest, decode, encode
 from publisher.registry import Registry
 
+_CLOSED = "the publisher is ending: this is begun anew when it's started again"
+
 
 @dataclass(frozen=True)
 class _Spare:
@@ -39,11 +41,20 @@ class _Spare:
     process: subprocess.Popen[bytes]
     life: int
 
+    def kill(self) -> None:
+        """It and what it started: compilers, say, which would hold its pipes open."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all gone already
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a group of its own
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.life)
-        self.process.kill()
-        self.process.communicate()
+        self.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):  # a job that it never read is still in there
+                if pipe is not None:
+                    pipe.close()
 
 
 class SpareProcesses:
@@ -83,7 +94,7 @@ class SpareProcesses:
 
         It's called with the registry, the manifest, a ProgramCache and `more`, all of which must be
         plain JSON values. Raises GateError of this gate for whatever goes wrong there, a crash or
-        a hang too; StorageError where storage failed there.
+        a hang too; StorageError where storage failed there, or this was closed meanwhile.
         """
         job = {
             "do": function,
@@ -102,20 +113,26 @@ class SpareProcesses:
         finally:
             with self._lock:
                 self._working.remove(spare)
+                closed = self._closed
             spare.close()
-            self.start()
+            with contextlib.suppress(StorageError):  # the next job says so, if it's still true
+                self.start()
+        if closed and spare.process.returncode < 0:
+            raise StorageError(_CLOSED)  # nothing was found out about the version
         return _answer(gate, spare.process.returncode, out, said)
 
     def close(self) -> None:
-        """End the processes that wait, and kill those that work. Idempotent."""
+        """End the processes that wait, kill those that work, start no more. Idempotent."""
         with self._lock:
             self._closed = True
             _close(self._waiting)
             for spare in self._working:
-                spare.process.kill()
+                spare.kill()
 
     def _take(self) -> _Spare:
         with self._lock:
+            if self._closed:
+                raise StorageError(_CLOSED)
             spare = self._waiting.pop() if self._waiting else None
             if spare is not None and spare.process.poll() is not None:
                 spare.close()  # something killed it while it waited: that says nothing about the job
@@ -177,6 +194,9 @@ def _answer(gate: GateName, returncode: int, out: bytes, said: bytes) -> dict[st
 
 def main(argv: list[str]) -> int:
     """Entry of the process. Ignores the signals that tell its parent to finish."""
+    # The answer has the pipe for itself: whatever torch or a compiler prints goes to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     alive = int(argv[0])
@@ -202,7 +222,8 @@ def main(argv: list[str]) -> int:
     except SidestageError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code
-    print(json.dumps(answer))
+    with answers:
+        json.dump(answer, answers)
     return 0
 
 

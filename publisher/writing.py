@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Protocol
 
 import torch
@@ -32,6 +32,7 @@ _MOST_BLOCK_BYTES = 2 << 20  # about what stays in a core's cache from check to 
 _FORMS = 8  # of a block, at most, that are held at once: values, packed, restored, errors, ...
 _BUFFER_BYTES = 1 << 20
 _BLOCKS_AHEAD = 3  # about as many as are encoded while a chunk is read
+_MOST_WIDENING = 2  # of a block as it is read: float64, and blocks are counted in fp32
 
 
 class RowSource(Protocol):
@@ -56,9 +57,14 @@ class TableWriter:
         self._source = source
         self._registry = registry
         free = job.memory_bytes - job.least_bytes - _BUFFER_BYTES
-        self._block_bytes = max(_LEAST_BLOCK_BYTES, min(_MOST_BLOCK_BYTES, free // _FORMS))
-        # The next chunk is read while this one is encoded, where there is memory for both.
-        self._read_ahead = free - _FORMS * self._block_bytes >= job.least_bytes
+        # The next chunk is read while this one is encoded, where there is memory for both: those that
+        # wait are parts of one more chunk, and if chunks are small, of some that end before it.
+        waiting = (_BLOCKS_AHEAD + 1) * _MOST_WIDENING
+        block = (free - job.least_bytes) // (_FORMS + waiting)
+        self._read_ahead = block >= _LEAST_BLOCK_BYTES
+        if not self._read_ahead:
+            block = free // _FORMS
+        self._block_bytes = max(_LEAST_BLOCK_BYTES, min(_MOST_BLOCK_BYTES, block))
 
     @classmethod
     def open(cls, job: BuildJob) -> TableWriter:
@@ -92,26 +98,26 @@ class TableWriter:
     def _write_piece(self, out: DigestingWriter, piece: Piece) -> RowSums:
         table, last = piece.table, piece.first_row + piece.rows
         tally, at = Tally(table), piece.first_row
-        step = max(1, self._block_bytes // (4 * table.dim))
-        read = self._source.iter_rows(table.fqn, piece.first_row, piece.rows, most_rows=step)
-        for first, block in ahead(read, _BLOCKS_AHEAD) if self._read_ahead else read:
-            if first != at or block.shape[1:] != (table.dim,):
-                raise GateError(
-                    "coverage",
-                    f"{table.fqn}: got rows {first}+ of shape {tuple(block.shape)}, expected row "
-                    f"{at} of {table.dim} columns",
-                )
-            values = block.float().contiguous()
-            at += len(block)
-            del block  # it holds a whole chunk, and the next one is about to be read
-            norms = row_norms(values)
-            # No value is larger than its row is long: only if that proves nothing, each is looked at.
-            if len(norms) and not float(norms.max()) <= FP16_MAX:
-                largest = check_finite(values, f"{table.fqn} row", first, table.format)
-                norms = row_norms(values, largest)
-            stored = encode_rows(values, table.format)
-            tally.add(first, values, norms, stored)
-            out.write(memoryview(stored.flatten().numpy().data))
+        with closing(self._blocks(piece)) as blocks:  # else a thread would read on after an error
+            for first, block in blocks:
+                if first != at or block.shape[1:] != (table.dim,):
+                    raise GateError(
+                        "coverage",
+                        f"{table.fqn}: got rows {first}+ of shape {tuple(block.shape)}, expected row "
+                        f"{at} of {table.dim} columns",
+                    )
+                values = block.float().contiguous()
+                at += len(block)
+                del block
+                norms = row_norms(values)
+                # No value is larger than its row is long: only if that proves nothing, each is looked at.
+                if len(norms) and not float(norms.max()) <= FP16_MAX:
+                    largest = check_finite(values, f"{table.fqn} row", first, table.format)
+                    norms = row_norms(values, largest)
+                stored = encode_rows(values, table.format)
+                tally.add(first, values, norms, stored)
+                out.write(memoryview(stored.flatten().numpy().data))
+                del values, stored  # they may hold a whole chunk, and the next is about to be read
         if at != last:
             raise GateError(
                 "coverage",
@@ -119,6 +125,15 @@ class TableWriter:
                 f"{piece.first_row} on were read",
             )
         return tally.sums()
+
+    def _blocks(self, piece: Piece) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """A piece's rows, a block at a time."""
+        table = piece.table
+        step = max(1, self._block_bytes // (4 * table.dim))
+        read = self._source.iter_rows(table.fqn, piece.first_row, piece.rows, most_rows=step)
+        # For less than what may wait, a thread costs more than it saves.
+        ahead_of = self._read_ahead and piece.rows > _BLOCKS_AHEAD * step
+        yield from ahead(read, _BLOCKS_AHEAD) if ahead_of else read
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,7 +181,7 @@ def test_a_package_that_answers_otherwise_is_not_used(compiled: Compiled) -> Non
     assert loaded.predict(GOLDEN).outputs["dense_stamp"].tolist() == [1.0] * 4
 
 
-RECORD = PackageRecord("a", "cpu", "2.13", "b", 3, 1, 0.0, 20.0, 1000.0)
+RECORD = PackageRecord("a", "cpu", "2.13", "b" * 64, 3, 1, 0.0, 20.0, 1000.0)
 
 
 def test_a_record_is_sealed(bench: Bench) -> None:
@@ -186,6 +189,89 @@ def test_a_record_is_sealed(bench: Bench) -> None:
     assert decode_record(data, "k") == RECORD
     with pytest.raises(CorruptError, match="k"):
         decode_record(data.replace(b"2.13", b"2.14"), "k")
+
+
+@pytest.mark.parametrize("sha256", ["../../outside", "/outside", "B" * 64, ""])
+def test_a_records_sum_becomes_no_other_key(sha256: str) -> None:
+    with pytest.raises(CorruptError, match="k: sha256 is"):
+        decode_record(encode_record(replace(RECORD, sha256=sha256)), "k")
+
+
+class _Loader:
+    """In place of the native one; fails as that does, where a test says."""
+
+    fails = ""
+
+    def __init__(self, *_: object) -> None:
+        self.at("load")
+
+    def at(self, where: str) -> None:
+        if self.fails == where:
+            raise RuntimeError("run_func_( container_handle_, ...) API call failed\nat line 133")
+
+    def get_constant_fqns(self) -> list[str]:
+        return []
+
+    def load_constants(self, *_: object) -> None:
+        self.at("constants")
+
+    def run(self, _: object) -> list[torch.Tensor]:
+        self.at("run")
+        raise TypeError("no such call in this torch")
+
+
+@pytest.mark.parametrize("fails", ["load", "constants", "run", "", "disk"])
+def test_whatever_fails_in_a_package_the_version_is_loaded(
+    local_bench: Bench, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_bench.run.commit(1, stamped_tensors(1.0))
+    local_bench.publish(1)
+    registry, trust = local_bench.registry, local_bench.run.trust
+    sha256 = trust.add(b"package")
+    registry.storage.create(registry.prefix + keys.package_key(sha256), b"package")
+    described = load_version(registry, registry.version(1), ProgramCache(trust)).description
+    key = registry.prefix + keys.package_record_key(package_name(described))
+    registry.storage.create(key, encode_record(replace(RECORD, sha256=sha256, size_bytes=7)))
+    monkeypatch.setattr(_Loader, "fails", fails)
+    monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", _Loader)
+    if fails == "disk":
+        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    predictor = Predictor(registry, trust=trust)
+    why = {
+        "disk": "can't be unpacked: .*No such file or directory: '/nowhere/",
+        "run": "doesn't run: .*API call failed$",
+        "": "TypeError: no such call",
+    }.get(fails, "API call failed")
+    assert predictor.current.engine.kind == "eager"
+    assert re.search(why, predictor.current.engine.reason)
+    assert predictor.predict(GOLDEN).outputs["dense_stamp"].tolist() == [1.0] * 4
+
+
+def test_closing_stops_between_the_two_jobs(
+    local_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that compiles has just ended: the one that tries it isn't begun."""
+    local_bench.run.commit(1, stamped_tensors(1.0))
+    local_bench.publish(1)
+    monkeypatch.setenv("CXX", "true")
+    sink = ListSink()
+    background = BackgroundCompiler(local_bench.registry, local_bench.run.trust, sink)
+    run, jobs = background._processes.run, []
+
+    def first_job_ends(function: str, *args: object, **more: object) -> dict[str, float]:
+        jobs.append(function)
+        if len(jobs) > 1:
+            return run(function, *args, **more)  # type: ignore[arg-type]
+        background._processes.close()
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(background._processes, "run", first_job_ends)
+    monkeypatch.setattr(spare.subprocess, "Popen", None)  # type: ignore[attr-defined]
+    background.consider(1)
+    background.close()
+    [(name, fields)] = sink.events
+    assert (name, len(jobs)) == ("not_compiled", 2)
+    assert "the publisher is ending" in fields["reason"]
 
 
 def test_without_a_package_the_program_runs_eagerly(bench: Bench) -> None:

@@ -22,10 +22,10 @@ import torch
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, CorruptError, StorageError
 from ckpt.restore import CheckpointReader
-from ckpt.storage import LocalStorage, ObjectWriter
+from ckpt.storage import LocalStorage, MemoryStorage, ObjectWriter
 from publisher.engine import Engine, Failure, InProcess, OpenWriter, WorkerError, engine_of
 from publisher.gates import GateError
-from publisher.on_ray import RayCluster
+from publisher.on_ray import RayCluster, share_out
 from publisher.policy import BuildPolicy
 from publisher.processes import ProcessPool
 from publisher.tasks import BuildJob, Table, join_tables, plan_files
@@ -265,6 +265,101 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BadInputError, match=r"pip install 'sidestage\[ray\]'"):
         engine_of(BuildPolicy("ray"))
+
+
+class _Cluster:
+    """In place of Ray, whose cluster is down, or breaks at some call."""
+
+    class exceptions:  # noqa: N801
+        RayError = OSError
+
+    def __init__(self, breaks: str) -> None:
+        self.breaks = breaks
+
+    def is_initialized(self) -> bool:
+        return self.breaks != "init"
+
+    def _call(self, name: str) -> None:
+        if name == self.breaks:
+            raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    def init(self, **_: object) -> None:
+        self._call("init")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        self._call("nodes")
+        return [{"Alive": self.breaks != "no host", "Resources": {"CPU": 2.0}}]
+
+    def put(self, _: object) -> None:
+        self._call("put")
+
+
+@pytest.mark.parametrize("breaks", ["init", "nodes", "put", "no host"])
+def test_a_ray_cluster_that_is_down_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    cluster = _Cluster(breaks)
+    cluster.remote = lambda **_: lambda f: f  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    writer = TableWriter(job(), Driver(), MemoryStorage())
+    with pytest.raises(StorageError, match=r"the cluster can't be used: Conn.*instance\.;|no host"):
+        list(engine_of(BuildPolicy("ray")).map(writer, TASKS))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "tasks", "fits", "want"),
+    [
+        ([4, 4], 0, 99, 4, (8, 1)),
+        ([4, 4], 0, 99, 3, (4, 2)),  # 2 on each host: 3 would need CPUs that can't be divided
+        ([4, 4], 0, 99, 2, (4, 2)),
+        ([8, 2], 0, 99, 1, (1, 8)),
+        ([4, 4], 3, 99, 2, (3, 2)),
+        ([4, 4], 2, 99, 2, (2, 1)),  # even together on one host
+        ([4, 0], 0, 1, 1, (1, 1)),
+    ],
+)
+def test_no_host_of_a_cluster_gets_more_tasks_than_its_memory_is_enough_for(
+    hosts: list[int], workers: int, tasks: int, fits: int, want: tuple[int, int]
+) -> None:
+    """Ray places tasks by CPUs alone."""
+    made = replace(job(memory_bytes=fits * 100), least_bytes=100)
+    count, cpus, share = share_out(made, hosts, workers, tasks)
+    assert (count, cpus) == want
+    on_one = min(count, max(hosts) // cpus)
+    assert on_one <= fits
+    assert share.memory_bytes * on_one <= made.memory_bytes
+
+
+@pytest.mark.parametrize("policy", [BuildPolicy("processes", 2), BuildPolicy("ray")])
+def test_workers_need_stores_with_an_address(policy: BuildPolicy) -> None:
+    stores = LocalStorage("/tmp"), MemoryStorage("here")
+    with pytest.raises(BadInputError, match="no other process can reach memory://here; set build"):
+        engine_of(policy, *stores)
+    assert isinstance(engine_of(BuildPolicy("processes", 0), *stores), InProcess)
+
+
+def test_a_script_without_its_guard_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "run.pickle").write_bytes(pickle.dumps(run.job))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pickle, sys\n"
+        "from pathlib import Path\n"
+        "from ckpt.storage import LocalStorage\n"
+        "from publisher.processes import ProcessPool\n"
+        "from publisher.tasks import Table, plan_files\n"
+        "from publisher.writing import TableWriter\n"
+        f"job = pickle.loads(Path({str(tmp_path / 'run.pickle')!r}).read_bytes())\n"
+        "writer = TableWriter(job, None, LocalStorage(job.registry_url))\n"
+        f"tasks = plan_files([Table({TABLE!r}, 6000, 8, 'int8_rowwise')])\n"
+        "list(ProcessPool(1).map(writer, tasks))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 1
+    assert 'below its `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def hang_in_a_pool(folder: Path) -> None:

@@ -190,6 +190,14 @@ def test_a_vocabulary_is_checked_by_its_digest() -> None:
         id_map_tensors(rich.description(), root, _Reader(rich.tensors()))
 
 
+@pytest.mark.parametrize("key", ["../../outside", "/etc/passwd", "descriptions/../../x"])
+def test_a_vocabularys_key_never_leads_out_of_the_root(key: str) -> None:
+    ids = replace(rich.description().features[1].ids, key=key)
+    described = with_feature("user", ids=ids)
+    with pytest.raises(BadInputError, match="storage key"):
+        id_map_tensors(described, MemoryStorage(), _Reader(rich.tensors()))
+
+
 def test_features_that_nothing_reads_need_not_be_sent(trust: TrustList) -> None:
     predictor = serve(bench_of(trust), rich.tensors())
     assert "unused.values" not in predictor.current.request.names()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from ckpt.digest import digest_of
-from ckpt.errors import CorruptError, StorageError
+from ckpt.errors import BadInputError, CorruptError, StorageError
 from ckpt.schema import FeatureSpec, LookupSpec
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.types import FileEntry
 from publisher.images import Placed, TableCache, map_files, place_tables, table_files
+from publisher.loading import load_version
 from publisher.predictor import Predictor
 from publisher.records import PublishedTable, TablePart, TableStats, VersionManifest
 from publisher.registry import Registry
@@ -232,3 +234,59 @@ def test_the_cache_keeps_only_what_is_loaded(trust, tmp_path: Path) -> None:  # 
         predictor.refresh()
     assert len([p for p in (tmp_path / "cache").rglob("*") if p.is_file()]) == 2
     assert sorted(predictor.loaded) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "digest",
+    ["xxh3-128:../../../outside", "xxh3-128:/outside", "../x:00", "xxh3-128", "xxh3-128:00\n", ""],
+)
+def test_a_digest_never_leads_out_of_the_cache(digest: str, tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    entry = replace(two_files(storage).files[0], digest=digest)
+    cache = TableCache(tmp_path / "a" / "b" / "cache")
+    with pytest.raises(CorruptError, match="is no digest"):
+        cache.map(storage, [(entry.key, entry)])
+    with pytest.raises(CorruptError, match="is no digest"):
+        cache.keep_only(storage, [digest])
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["../../outside.bin", "/outside.bin", "a/../../tables-00000.bin"])
+def test_a_manifests_file_names_never_lead_out_of_its_version(bench: Bench, name: str) -> None:
+    """Nor those of a table's parts: they only choose among the files."""
+    publish(bench, 1)
+    manifest = bench.registry.version(1)
+    listed = replace(manifest, files=(*manifest.files, FileEntry(name, 3, "xxh3-128:00")))
+    with pytest.raises(BadInputError, match="storage key"):
+        load_version(bench.registry, listed, bench.programs)
+    part = replace(manifest.tables[0].parts[0], file=name)
+    with pytest.raises(CorruptError, match="which has -1 bytes"):
+        load_version(bench.registry, change(manifest, 0, parts=(part,)), bench.programs)
+
+
+def test_two_registries_of_a_bucket_share_no_folder(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    entry = two_files(storage, "a/").files[0]
+    two_files(storage, "b/")
+    caches = {p: TableCache(tmp_path, p) for p in ("a/", "b/")}
+    for prefix, cache in caches.items():
+        cache.map(storage, [(f"{prefix}{entry.key}", entry)])
+    caches["a/"].keep_only(storage, [])
+    assert len(list(tmp_path.rglob("*.bin"))) == 1
+
+
+def test_what_a_killed_download_left_is_swept_and_what_goes_on_is_not(tmp_path: Path) -> None:
+    """A download is known by its lock, which ends with its process."""
+    storage = MemoryStorage()
+    entry = two_files(storage).files[0]
+    cache = TableCache(tmp_path)
+    cache.map(storage, [(entry.key, entry)])
+    [kept] = tmp_path.rglob("*.bin")
+    stale, busy = kept.with_name("1.part"), kept.with_name("2.part")
+    stale.write_bytes(b"x")
+    with open(busy, "wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        cache.map(storage, [(entry.key, entry)])
+        assert sorted(kept.parent.iterdir()) == sorted([busy, kept])
+    cache.map(storage, [(entry.key, entry)])
+    assert list(kept.parent.iterdir()) == [kept]

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -187,3 +188,85 @@ def test_it_needs_no_trainer_and_no_torchrec() -> None:
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_what_a_job_prints_is_no_part_of_its_answer(
+    local_bench: Bench, published: VersionManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch and compilers print as they like, also past Python's own stdout."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any(a == 'publisher.spare' for a in sys.orig_argv):\n"
+        "    import os\n"
+        "    import publisher.parity as parity\n"
+        "    check = parity.parity_in_process\n"
+        "    def noisy(*a):\n"
+        "        os.system('echo from a compiler')\n"
+        "        print('from torch', flush=True)\n"
+        "        return check(*a)\n"
+        "    parity.parity_in_process = noisy\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    check = parity_in_fresh_process(local_bench.run.trust)
+    try:
+        assert check(local_bench.registry, published) == published.gates[-1].value
+    finally:
+        check.close()
+
+
+def grandchild_of(folder: Path) -> str:
+    """A script whose own child says its pid and holds on to the pipes."""
+    fifo = folder / "pids"
+    os.mkfifo(fifo)
+    return f"#!/bin/sh\nsleep 600 &\necho $! > {fifo}\nwait\n"
+
+
+def test_a_job_that_takes_too_long_ends_with_its_own_children(
+    local_bench: Bench,
+    published: VersionManifest,
+    stand_in: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(grandchild_of(tmp_path))
+    processes = SpareProcesses(local_bench.run.trust, 0.1)
+    processes.start()
+    with ending(int((tmp_path / "pids").read_text())):
+        monkeypatch.setattr(processes, "_spares", 0)  # no other one after it
+        with pytest.raises(GateError, match=r"no answer within 0\.1 s"):
+            processes.run("publisher.x:y", local_bench.registry, published, "build")
+
+
+def test_closing_ends_the_job_at_work_and_refuses_the_next(
+    local_bench: Bench, published: VersionManifest, stand_in: StandIn, tmp_path: Path
+) -> None:
+    """Which is no verdict on the version."""
+    stand_in(grandchild_of(tmp_path))
+    processes = SpareProcesses(local_bench.run.trust, spares=0)
+    opened: list[int] = []
+
+    def close_when_at_work() -> None:
+        opened.append(os.pidfd_open(int((tmp_path / "pids").read_text())))
+        processes.close()
+
+    closer = threading.Thread(target=close_when_at_work)
+    closer.start()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="the publisher is ending"):
+            processes.run("publisher.x:y", local_bench.registry, published, "build")
+    closer.join()
+    assert select.select(opened, [], [], 60)[0], "the grandchild goes on"
+    os.close(opened[0])
+
+
+def test_a_good_answer_outlives_a_spare_that_cannot_be_started(
+    local_bench: Bench, published: VersionManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = SpareProcesses(local_bench.run.trust)
+    processes.start()
+    monkeypatch.setattr(spare.sys, "executable", "/nowhere/python")  # type: ignore[attr-defined]
+    check = FreshParity(processes)
+    assert check(local_bench.registry, published) == published.gates[-1].value
+    with pytest.raises(StorageError, match="can't be started"):
+        check(local_bench.registry, published)
+    check.close()

@@ -42,6 +42,12 @@ def test_a_good_request_tells_its_batch_size() -> None:
             {"user.lengths": torch.tensor([2**62, 2**62, 2**62, 2**62 + 4])},
             "lengths sum to 18446744073709551620, but user.values has 4",
         ),
+        (
+            {"user.values": torch.zeros(4, dtype=torch.int64, device="meta")},
+            r"user.values: is strided, on meta; send a dense tensor on the CPU: tensor.cpu\(\)",
+        ),
+        ({"dense": torch.zeros(4, 3, device="meta")}, "dense: is strided, on meta"),
+        ({"dense": torch.zeros(4, 3).to_sparse()}, "dense: is sparse_coo, on cpu"),
         ({"user.lengths": torch.zeros(0).long()}, "user.lengths: is empty, but user.values has 4"),
     ],
 )

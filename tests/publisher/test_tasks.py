@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from ckpt.storage import MemoryStorage
 from publisher.formats import ALIGN_BYTES, PAGE_BYTES
 from publisher.gates import GateError
 from publisher.quantise import encode_rows
+from publisher.reading import ahead
 from publisher.records import PublishedTable
 from publisher.tasks import FILE_BYTES, FileResult, Table, join_tables, plan_files
 from publisher.writing import TableWriter
@@ -181,3 +186,60 @@ def test_workers_share_a_hosts_memory() -> None:
     fit, share = made.shared(8)
     assert (fit, share.memory_bytes) == (3, (64 << 20) // 3)
     assert replace(made, least_bytes=1 << 30).shared(8)[0] == 1
+
+
+class _Counted(Rows):
+    """Each chunk is memory of its own, as one read is; notes the most that was held at once."""
+
+    held_bytes = most_bytes = 0
+
+    def iter_rows(
+        self, fqn: str, first: int = 0, rows: int | None = None, *, most_rows: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for at, block in super().iter_rows(fqn, first, rows):
+            array = block.numpy().copy()
+            self._count(array.nbytes)
+            weakref.finalize(array, self._count, -array.nbytes)
+            chunk = torch.from_numpy(array)
+            del array
+            step = most_rows or len(chunk)
+            for start in range(0, len(chunk), step):
+                yield at + start, chunk[start : start + step]
+            del chunk
+
+    def _count(self, n: int) -> None:
+        self.held_bytes += n
+        self.most_bytes = max(self.most_bytes, self.held_bytes)
+
+
+@pytest.mark.parametrize("blocks_of_a_chunk", [1, 4])
+@pytest.mark.parametrize("threads", [0, 1])
+def test_chunks_keep_to_the_memory(blocks_of_a_chunk: int, threads: int) -> None:
+    """One chunk at a time; with memory for two and for what waits, the next is read ahead."""
+    block, buffer = 64 << 10, 1 << 20
+    chunk = blocks_of_a_chunk * block
+    tensors = {"t": torch.ones(20 * (chunk // 16), 4)}
+    least = 2 * chunk + buffer + 16 * block  # to read ahead
+    source = _Counted(tensors, chunk // 16)
+    made = replace(job(least - (not threads)), least_bytes=chunk)
+    with patch("publisher.writing.ahead", wraps=ahead) as used:
+        TableWriter(made, source, MemoryStorage()).write(plan_files(tables_of(tensors))[0])
+    assert used.call_count == threads
+    assert source.most_bytes <= (2 * chunk + 8 * block if threads else chunk)
+
+
+def test_an_error_ends_the_thread_that_reads_ahead() -> None:
+    rows = torch.ones(2_000_000, 4)
+    rows[600_000, 1] = float("nan")
+    with patch("publisher.writing.ahead", wraps=ahead) as used, pytest.raises(GateError) as e:
+        write_all([Table("t", len(rows), 4, "int8_rowwise")], Rows({"t": rows}))
+    assert used.call_count == 1
+    assert e.value.gate == "finite"  # and while it's held, with its frames:
+    assert [t for t in threading.enumerate() if t.name == "read-ahead"] == []
+
+
+def test_small_pieces_are_read_without_a_thread() -> None:
+    with patch("publisher.writing.ahead", wraps=ahead) as used:
+        tensors = {f"t.{i}": torch.ones(3, 4) for i in range(9)}
+        write_all(tables_of(tensors), Rows(tensors))
+    assert used.call_count == 0
