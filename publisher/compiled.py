@@ -179,6 +179,8 @@ class Packages:
                 reason = "no compiled package for this program, CPU and torch; `publisher compile`"
                 loaded.engine = Engine("eager", reason)
                 return
+            if record.program_sha256 != loaded.description.program_sha256:
+                raise CorruptError(f"package {record.sha256} is of another program")
             use_package(loaded, self._read(record), f"sha256 {record.sha256}")
         except Exception as e:  # native code, made elsewhere: serving goes on without it
             reason = (

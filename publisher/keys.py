@@ -22,7 +22,7 @@ TABLES = "tables-00000.bin"
 GOLDEN = "golden.safetensors"
 REFERENCE = "reference.safetensors"
 
-_VERSION = re.compile(r"versions/(\d{6,})/(.+)")
+_VERSION = re.compile(r"versions/(\d{6,12})/(.+)")
 _PIN = re.compile(r"pins/(\d{6,})\.json")
 _HISTORY = re.compile(r"history/(\d{9,})\.json")
 

@@ -204,6 +204,8 @@ class LivePointer:
                     f"no version was live before version {known.to_version}; name one with --to"
                 )
             fallback = earlier.falls_back_to if earlier else known.sequence
+            if earlier is None and known.to_version == number:
+                fallback = known.falls_back_to  # it was live already, before the pointer was lost
             canary = None if known.canary == number else known.canary
             try:
                 source = open_version(number).source

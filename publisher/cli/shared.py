@@ -73,5 +73,8 @@ def say(as_json: bool, body: dict[str, Any], text: str) -> None:
 
 
 def when(at_s: float) -> str:
-    """A wall-clock time for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    """A wall-clock time for people; as a number if it's none that a calendar has."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    except (OverflowError, ValueError, OSError):
+        return f"{at_s:g} s"

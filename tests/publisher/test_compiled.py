@@ -231,7 +231,8 @@ def test_whatever_fails_in_a_package_the_version_is_loaded(
     registry.storage.create(registry.prefix + keys.package_key(sha256), b"package")
     described = load_version(registry, registry.version(1), ProgramCache(trust)).description
     key = registry.prefix + keys.package_record_key(package_name(described))
-    registry.storage.create(key, encode_record(replace(RECORD, sha256=sha256, size_bytes=7)))
+    mine = {"program_sha256": described.program_sha256, "sha256": sha256, "size_bytes": 7}
+    registry.storage.create(key, encode_record(replace(RECORD, **mine)))
     monkeypatch.setattr(_Loader, "fails", fails)
     monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", _Loader)
     if fails == "disk":
@@ -293,7 +294,11 @@ def test_without_a_package_the_program_runs_eagerly(bench: Bench) -> None:
     assert again.current.engine.kind == "eager"
     bench.run.root.put(key, encode_record(RECORD))
     again = Predictor(bench.registry, trust=bench.run.trust)
-    assert "no such object" in again.current.engine.reason or "pt2" in again.current.engine.reason
+    assert "is of another program" in again.current.engine.reason
+    mine = replace(RECORD, program_sha256=again.current.description.program_sha256)
+    bench.run.root.put(key, encode_record(mine))
+    again = Predictor(bench.registry, trust=bench.run.trust)
+    assert "no such object" in again.current.engine.reason
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "crash"])

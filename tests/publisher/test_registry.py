@@ -645,3 +645,13 @@ def test_open_local_registry_elsewhere(tmp_path) -> None:  # type: ignore[no-unt
     go_live(registry, source(1))
     assert isinstance(registry.storage, LocalStorage)
     assert (tmp_path / "registry/live.json").exists()
+
+
+def test_a_pointer_that_was_lost_and_mended_rolls_back_to_what_was_live_before(
+    registry: Registry,
+) -> None:
+    for step in (1, 2, 3):
+        go_live(registry, source(step))
+    registry.storage.delete(f"{registry.prefix}live.json")
+    assert registry.rollback(3, WHY).to_version == 3
+    assert registry.rollback(None, WHY).to_version == 2
