@@ -23,7 +23,7 @@ import torch
 import publisher.build
 from ckpt.errors import CorruptError
 from ckpt.restore import CheckpointReader
-from ckpt.storage import LocalStorage, MemoryStorage
+from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.trust import TrustList
 from publisher import cli, keys
 from publisher.build import VersionBuilder
@@ -473,7 +473,7 @@ def test_d61_flags_go_before_the_policy_in_both_publishers(
     )
     engines: list[BuildPolicy] = []
 
-    def here(build: BuildPolicy) -> Engine:
+    def here(build: BuildPolicy, *stores: Storage) -> Engine:
         engines.append(build)
         return engine_of(BuildPolicy())
 
