@@ -275,8 +275,8 @@ class TorchMachine(Machine):
     native = "0"
 
 
-Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
-TorchMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TorchMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=25, deadline=None)
 
 # Adagrad makes its sparse tensors unchecked, and torch tells so.
 quiet = pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -222,7 +222,7 @@ class DeviceMachine(Machine):
     pool = "device"
 
 
-for machine, examples in ((Machine, 30), (TorchMachine, 20), (DeviceMachine, 10)):
+for machine, examples in ((Machine, 20), (TorchMachine, 10), (DeviceMachine, 8)):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )
