@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.demo.client import MODEL, Load, is_ready
@@ -26,15 +27,22 @@ TIMEOUT_S = 180.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=float, default=0.2, help="of both daemons, in seconds")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=10.0,
+        help="seconds between an answer and the next commit: the publisher's spare process warms up",
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
     repeats = args.repeats or (2 if args.quick else 9)
-    env = environment(repeats=repeats, model=MODEL, interval_s=args.interval)
+    pause_s = 0.0 if args.quick else args.pause
+    env = environment(repeats=repeats, model=MODEL, interval_s=args.interval, pause_s=pause_s)
     folder = Path(tempfile.mkdtemp(prefix="freshness-", dir=args.root)).resolve()
     try:
         wait_until_calm(args.calm)
-        fresh, backward = _measure(folder, repeats, args.interval)
+        fresh, backward = _measure(folder, repeats, args.interval, pause_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [_row("commit to first answer", fresh), _row("rollback to first answer", backward)]
@@ -45,7 +53,9 @@ def run(args: argparse.Namespace) -> Report:
     return Report(env, rows, ratios, COLUMNS)
 
 
-def _measure(folder: Path, repeats: int, interval_s: float) -> tuple[list[float], list[float]]:
+def _measure(
+    folder: Path, repeats: int, interval_s: float, pause_s: float
+) -> tuple[list[float], list[float]]:
     root = folder / "run"
     each = ("--interval", str(interval_s))
     with (
@@ -61,10 +71,11 @@ def _measure(folder: Path, repeats: int, interval_s: float) -> tuple[list[float]
             load = Load(port, _held_out_request(16))
             try:
                 jobs = [server, publisher]
-                fresh = [
-                    _first_answer(registry, load, step, commits.commit(step), jobs)
-                    for step in range(2, 2 + repeats)
-                ]
+                fresh = []
+                for step in range(2, 2 + repeats):
+                    time.sleep(pause_s)
+                    committed_at_s = commits.commit(step)
+                    fresh.append(_first_answer(registry, load, step, committed_at_s, jobs))
                 backward = [_roll_back(registry, load, jobs) for _ in range(min(repeats, 5))]
             finally:
                 load.stop()

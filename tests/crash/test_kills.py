@@ -38,7 +38,7 @@ def test_d47_killed_at_each_storage_operation_it_resumes_from_what_was_committed
     root = tmp_path / "run"
     acknowledged = 0
     # Every operation of the first saves: run record, attempt, data, index, objects, receipt, commit.
-    for nth in (1, 2, 3, 5, 7, 9, 11, 12, 14, 23):
+    for nth in (1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 14, 16, 23):
         done = start("die", str(root), str(nth))
         assert done.returncode == -9, done.stderr
         acknowledged = max([acknowledged, *map(int, done.stdout.split())])
