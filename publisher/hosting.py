@@ -149,7 +149,7 @@ class ModelHost:
                 "version_loaded",
                 version=predictor.version,
                 load_s=round(self._clock.monotonic() - began_s, 4),
-                engine=engine_of(predictor.current),
+                engine=str(predictor.current.engine),
                 loaded=sorted(predictor.loaded),
             )
 
@@ -175,8 +175,3 @@ class ModelHost:
         if reason != self._told:
             self._told = reason
             self._sink.emit(event, reason=reason)
-
-
-def engine_of(loaded: LoadedVersion) -> str:
-    """What runs a version's program, for the metrics."""
-    return str(getattr(loaded, "engine", "eager"))

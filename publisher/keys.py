@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 LIVE = "live.json"
 LEASE = "lease.json"
@@ -41,6 +42,11 @@ def parse_version_key(key: str) -> tuple[int, str] | None:
     if m and version_key(int(m[1]), m[2]) == key:
         return int(m[1]), m[2]
     return None
+
+
+def is_version(names: Collection[str]) -> bool:
+    """Is a number with these names stored below it a version?"""
+    return MANIFEST in names and CLAIM in names
 
 
 def history_key(sequence: int) -> str:

@@ -28,7 +28,7 @@ from publisher.registry import Registry
 DEFAULT_TTL_S = 20.0
 _BEATS_PER_TTL = 4
 
-__all__ = ["DEFAULT_TTL_S", "Lease", "LeaseLostError", "read_lease", "require_conditions", "told"]
+__all__ = ["DEFAULT_TTL_S", "Lease", "LeaseLostError", "require_conditions", "told"]
 
 
 class Lease:
@@ -217,11 +217,6 @@ class Lease:
 def told(lease: LeaseRecord) -> str:
     """An owner for people."""
     return f"pid {lease.owner.pid} on {lease.owner.host} (lease {lease.epoch})"
-
-
-def read_lease(registry: Registry) -> LeaseRecord | None:
-    """Who may publish into a registry, as stored; it may be dead."""
-    return registry.lease()
 
 
 def require_conditions(storage: Storage) -> None:

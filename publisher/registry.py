@@ -8,7 +8,7 @@ without its claim: it was being deleted when its paused publisher woke up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -102,7 +102,7 @@ class Registry:
 
     def numbers(self) -> list[int]:
         """Numbers of the versions that exist, ascending."""
-        return sorted(n for n, names in self.contents().items() if exists(names))
+        return sorted(n for n, names in self.contents().items() if keys.is_version(names))
 
     def version(self, number: int) -> VersionManifest:
         """A version's manifest. Raises NotFoundError, naming those that exist, or CorruptError."""
@@ -352,11 +352,6 @@ class Registry:
         manifest = self.version(number)
         self.check_files(manifest)
         return manifest
-
-
-def exists(names: Collection[str]) -> bool:
-    """Is a number with these names stored below it a version?"""
-    return keys.MANIFEST in names and keys.CLAIM in names
 
 
 def _check_one_step(manifest: VersionManifest, key: str) -> None:

@@ -94,7 +94,7 @@ def prune(registry: Registry, keep: int, *, dry_run: bool = False) -> list[int]:
         return []
     before = registry.pointer()
     stored = registry.contents()
-    versions = {n for n, names in stored.items() if keys.MANIFEST in names and keys.CLAIM in names}
+    versions = {n for n, names in stored.items() if keys.is_version(names)}
     abandoned = _abandoned(registry, stored, versions)
     gone = set(before.retired) - stored.keys() if before else set()
 

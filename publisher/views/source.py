@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import safetensors
-import safetensors.torch
 import torch
 
 from ckpt.digest import check_digest, new_hasher
 from ckpt.errors import CorruptError
 from ckpt.schema import ServingDescription
 from publisher import keys
+from publisher.golden import load_tensors
+from publisher.loading import check_constants
 from publisher.records import PublishedTable, VersionManifest
 from publisher.registry import Registry
-from publisher.request import dtype_name
 
 _STEP_BYTES = 16 << 20
 
@@ -31,12 +30,7 @@ def read_tensors(
     registry: Registry, manifest: VersionManifest, name: str
 ) -> dict[str, torch.Tensor]:
     """A safetensors file. CorruptError if it differs from the manifest, or isn't one."""
-    data = read_file(registry, manifest, name)
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as e:
-        key = registry.key(manifest.version, name)
-        raise CorruptError(f"{key}: not a safetensors file: {e}") from None
+    return load_tensors(read_file(registry, manifest, name), registry.key(manifest.version, name))
 
 
 def take(tensors: Mapping[str, torch.Tensor], name: str, what: str) -> torch.Tensor:
@@ -58,17 +52,7 @@ def read_constants(
 ) -> dict[str, torch.Tensor]:
     """The dense constants by their names in the program, each as described; else CorruptError."""
     tensors = read_tensors(registry, manifest, keys.DENSE)
-    for c in description.constants:
-        if c.fqn is None:
-            continue
-        t = tensors.get(c.name)
-        if t is None or (dtype_name(t), tuple(t.shape)) != (c.dtype, c.shape):
-            found = "missing" if t is None else f"{dtype_name(t)} {tuple(t.shape)}"
-            raise CorruptError(
-                f"{registry.key(manifest.version, keys.DENSE)}: {c.name} is {found}, expected "
-                f"{c.dtype} {c.shape}"
-            )
-    return tensors
+    return check_constants(tensors, description, registry.key(manifest.version, keys.DENSE))
 
 
 def read_tables(registry: Registry, manifest: VersionManifest) -> dict[str, torch.Tensor]:

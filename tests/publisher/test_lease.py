@@ -19,7 +19,7 @@ from ckpt.storage import MemoryStorage
 from ckpt.trust import TrustList
 from publisher import keys
 from publisher.daemon import Daemon
-from publisher.lease import Lease, LeaseLostError, read_lease, require_conditions
+from publisher.lease import Lease, LeaseLostError, require_conditions
 from publisher.registry import Registry
 from tests.faults import FaultyStorage
 from tests.publisher.conftest import Bench, FakeClock, make_bench
@@ -84,7 +84,7 @@ def test_the_first_one_has_it_and_the_next_gets_it_when_it_leaves(rivals: Rivals
     assert rivals.b.acquire()  # at once
     assert rivals.b.epoch == 2
     rivals.a.release()  # not its own any more: nothing happens
-    stored = read_lease(rivals.registry)
+    stored = rivals.registry.lease()
     assert stored is not None
     assert not stored.released
 
@@ -360,10 +360,10 @@ def test_kept_renews_in_a_thread_and_releases(rivals: Rivals) -> None:
     with lease.kept():
         assert lease.acquire()
         while len(seen) < 3:
-            stored = read_lease(rivals.registry)
+            stored = rivals.registry.lease()
             assert stored is not None
             seen.add(stored.beats)
-    stored = read_lease(rivals.registry)
+    stored = rivals.registry.lease()
     assert stored is not None
     assert stored.released
 
