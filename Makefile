@@ -11,12 +11,13 @@ ROOT ?= build/demo/run
 # How many tests run at the same time.
 WORKERS ?= 3
 
-.PHONY: help setup demo test check bench format clean
+.PHONY: help setup demo test fuzz check bench format clean
 
 help:
 	@echo "make setup   install everything into $(VENV) (again only when pyproject.toml changes)"
 	@echo "make demo    train, kill, resume, publish, serve and restore on MovieLens-100k"
 	@echo "make test    run all tests"
+	@echo "make fuzz    run the randomised tests on new random examples"
 	@echo "make check   lint, format, types and import layers"
 	@echo "make bench   run the benchmarks"
 	@echo "make format  reformat the code"
@@ -47,6 +48,11 @@ demo: $(READY)
 # Many tests wait for processes that they started, so there are more workers than cores; a file stays on one.
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Randomised tests take the same examples in each run of `make test`; here they take new ones.
+fuzz: $(READY)
+	SIDESTAGE_FUZZ=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	  $$(grep -rlE '^from hypothesis' tests --include='test_*.py')
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -64,6 +64,7 @@ class ProcessPool:
                         idle.append(worker)
                         yield answer
                     elif isinstance(answer, Failure):
+                        idle.append(worker)  # it lives, and is stopped with the others
                         raise answer.error_here()
                     elif worker.attempt == ATTEMPTS:
                         raise WorkerError(worker.task, answer, worker.hint)

@@ -44,12 +44,17 @@ def decode_rows(stored: torch.Tensor, table_format: TableFormat) -> torch.Tensor
     """fp32 (rows, dim) of uint8 (rows, row_bytes), as a host reads them."""
     if table_format in ("fp16", "fp32"):
         dtype = torch.float16 if table_format == "fp16" else torch.float32
-        return stored.contiguous().view(dtype).float()
-    head = stored[:, :ROW_HEAD_BYTES].contiguous().view(torch.float16).float()
+        return _packed(stored).view(dtype).float()
+    head = _packed(stored[:, :ROW_HEAD_BYTES]).view(torch.float16).float()
     body = stored[:, ROW_HEAD_BYTES:]
     if table_format == "int4_rowwise":
         body = torch.stack([body & 15, body >> 4], 2).flatten(1)
     return (body * head[:, :1]).add_(head[:, 1:])
+
+
+def _packed(stored: torch.Tensor) -> torch.Tensor:
+    """A copy without gaps. To `contiguous` a single row has none, and its odd stride would stay."""
+    return stored.clone(memory_format=torch.contiguous_format)
 
 
 def check_finite(

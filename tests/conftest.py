@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.s3.server import ACCESS_KEY, SECRET_KEY, SeaweedFS
 from trainer.quiet import LIBRARY_WARNINGS
+
+# The same examples each time: what passed passes again. `make fuzz` looks for new ones.
+settings.register_profile("fixed", derandomize=not os.environ.get("SIDESTAGE_FUZZ"), deadline=None)
+settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

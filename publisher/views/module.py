@@ -47,7 +47,9 @@ class TableRows(nn.Module):
             self.register_buffer("values", stored.view(dtype))
             return
         self.register_buffer("values", stored[:, ROW_HEAD_BYTES:].contiguous())
-        self.register_buffer("head", stored[:, :ROW_HEAD_BYTES].contiguous().view(torch.float16))
+        # A copy: to `contiguous` a single row has no gaps, and its odd stride would stay.
+        heads = stored[:, :ROW_HEAD_BYTES].clone(memory_format=torch.contiguous_format)
+        self.register_buffer("head", heads.view(torch.float16))
 
     def forward(self, rows: Tensor) -> Tensor:
         """float32 (ids, dim) for int64 rows (ids,), each of which must exist."""

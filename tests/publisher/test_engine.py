@@ -88,6 +88,12 @@ def ray() -> Iterator[Any]:
     found.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def no_worker_outlives_its_build() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
 @pytest.fixture(params=["in process", "processes", "ray"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     if request.param == "ray":
@@ -243,7 +249,6 @@ def test_a_task_that_kills_two_workers_is_given_up(tmp_path: Path) -> None:
         list(engine.map(TableWriter(run.job, Driver(), run.registry), TASKS))
     killer.join()
     assert e.value.exit_code == StorageError.exit_code
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.crash

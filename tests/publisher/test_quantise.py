@@ -21,10 +21,11 @@ from publisher.formats import row_bytes
 from publisher.gates import GateError
 from publisher.policy import GateLimits
 from publisher.quantise import LIMITS, check_finite, decode_rows, encode_rows
-from publisher.records import TableFormat
+from publisher.records import PublishedTable, TableFormat, TableStats
 from publisher.sums import RowSums, Tally, row_errors, row_norms
 from publisher.tasks import Table
 from publisher.verdicts import dequantisation_error
+from publisher.views.module import TableRows
 from tests.publisher.packed_tables import pack, unpack
 from tests.publisher.written_tables import Rows, offsets_in_image, tables_of, write_all
 
@@ -48,6 +49,10 @@ def test_rows_come_back_within_half_a_step(dim: int, table_format: TableFormat) 
     stored = encode_rows(table, table_format)
     assert stored.shape == (100, row_bytes(table_format, dim))
     restored = decode_rows(stored, table_format)
+    for row in range(2):  # alone: at an odd offset or with an odd stride, some of them
+        assert torch.equal(
+            decode_rows(stored[row : row + 1], table_format), restored[row : row + 1]
+        )
     by_hand = unpack(stored.numpy().tobytes(), dim, table_format)
     torch.testing.assert_close(restored, by_hand, rtol=1e-6, atol=1e-6)
     packed, values = pack(table, table_format)
@@ -59,6 +64,11 @@ def test_rows_come_back_within_half_a_step(dim: int, table_format: TableFormat) 
     assert ((restored - table).abs() <= allowed).all()
     if table_format == "fp32":
         assert torch.equal(restored, table)
+    entry = PublishedTable(
+        "t", 1, dim, table_format, stored.shape[1], (), TableStats(0, 0, (), 0, 0, 0, 0)
+    )
+    seen = TableRows(entry, stored[:1])(torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(seen, by_hand[:1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("table_format", FORMATS)
