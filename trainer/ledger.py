@@ -7,10 +7,14 @@ machines side by side. Events and their fields are listed in `EVENTS`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,8 @@ EVENTS = {
     "first_batch": "the reader has handed out the first batch",
     "step": "step, position: one training step has ended; position is in global batches trained",
     "saved": "step, blocked_s: save() has returned",
-    "span_begin": "name: something other than training begins",
-    "span_end": "name: it has ended",
+    "span_begin": "name, id, main: something other than training begins; main: on the training thread",
+    "span_end": "name, id: it has ended",
     "closed": "the session has ended, all saves drained",
     "save_committed": "step (from the persist thread)",
     "save_failed": "step, error (from the persist thread)",
@@ -70,6 +74,7 @@ class Ledger:
         self._fd: int | None = None
         self._held: list[bytes] = []
         self._silent = False
+        self._ids = itertools.count(1)
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event. Safe to call on any thread."""
@@ -80,6 +85,17 @@ class Ledger:
             self._held.append(data)
         else:
             self._write(self._fd, data)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record that what runs inside is `name`. Spans nest, and overlap on several threads."""
+        number = next(self._ids)
+        main = threading.current_thread() is threading.main_thread()
+        self.record("span_begin", name=name, id=number, main=main)
+        try:
+            yield
+        finally:
+            self.record("span_end", name=name, id=number)
 
     def open(self, path: Path) -> None:
         """Begin the file, which must not exist, and write what was recorded so far.

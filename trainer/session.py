@@ -74,6 +74,7 @@ class Session(Generic[B_co]):
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
         annotations: strings that every commit carries.
+        events: the ledger of this process, if it was begun before the session, for the stages of a start.
         ledger: a local folder for the ledger; by default the root itself where that is local, else
             a spool folder of this host, from which it is copied to the root.
         clock: for tests.
@@ -90,6 +91,7 @@ class Session(Generic[B_co]):
         elastic: bool = False,
         annotations: Mapping[str, str] | None = None,
         ledger: Path | None = None,
+        events: Ledger | None = None,
         clock: Clock | None = None,
     ) -> None:
         taken = sorted({_OWN, _RNG} & set(state))
@@ -98,7 +100,7 @@ class Session(Generic[B_co]):
         if save_every < 1:
             raise BadInputError(f"save_every = {save_every}: give at least 1")
         storage = open_storage(root) if isinstance(root, str) else root
-        self._ledger = Ledger(clock)
+        self._ledger = events or Ledger(clock)
         self._mirror: Mirror | None = None
         if ledger is None and not isinstance(owned(storage), LocalStorage):
             ledger = spool_of(spool_folder(), storage.url)
@@ -190,11 +192,8 @@ class Session(Generic[B_co]):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Tell the ledger that what runs inside is evaluation, not training."""
-        self._ledger.record("span_begin", name="evaluation")
-        try:
+        with self._ledger.span("evaluation"):
             yield
-        finally:
-            self._ledger.record("span_end", name="evaluation")
 
     def finish(self) -> None:
         """Save the last step if it isn't saved, and wait for every commit. Collective.
