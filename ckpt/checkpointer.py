@@ -291,6 +291,13 @@ class Checkpointer:
             )
         self._outcomes.raise_by_policy()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Hurry pending saves to their end; False if some still aren't there. From any thread.
+
+        Says nothing of how they ended: `stats` and the handles do.
+        """
+        return self._engine.drain(timeout_s)
+
     def close(self) -> None:
         """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
 

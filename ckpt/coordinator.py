@@ -76,13 +76,26 @@ class Coordinator:
         return [got[r] for r in sorted(got)]
 
     def announce(self, tag: str, payload: dict[str, Any]) -> None:
-        """On rank 0: tell all ranks. Returns at once."""
+        """Tell all ranks; of several that speak under one tag the last is heard. Returns at once."""
         if self._store is not None and self.world_size > 1:
             self._set(f"{tag}/out", payload)
 
     def hear(self, tag: str, timeout_s: float) -> dict[str, Any]:
         """On other ranks: what rank 0 announced under `tag`."""
         return self._wait([f"{tag}/out"], timeout_s)[0]
+
+    def peek(self, tag: str) -> dict[str, Any] | None:
+        """What was announced under `tag` so far, on any rank. Doesn't wait."""
+        if self._store is None or self.world_size == 1:
+            return None
+        try:
+            if not self._store.check([self._namespace + f"{tag}/out"]):
+                return None
+        except RuntimeError as e:
+            raise StorageError(
+                f"rank {self.rank}: the job's store failed ({e}); did its host end?"
+            ) from e
+        return self.hear(tag, 1.0)
 
     def forget(self, tag: str, *, posts: bool) -> None:
         """Drop an announcement that every rank has heard, and posts that nobody will collect."""

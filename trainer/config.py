@@ -18,6 +18,8 @@ class RunConfig:
     """What to run and where to keep it.
 
     root: the storage root of the run's checkpoints.
+    save_every: steps between saves, or "auto": as often as loses least.
+    grace_s: from SIGTERM on any rank until all have saved and ended; 0 leaves the signal alone.
     epochs: passes over the training samples in all, earlier attempts included.
     device: "auto" takes CUDA where there is one.
     result: a JSON file for the figures of the run, written by rank 0 at the end.
@@ -29,7 +31,8 @@ class RunConfig:
     epochs: int = 4
     seed: int = 7
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    save_every: int = 100
+    save_every: int | Literal["auto"] = 100
+    grace_s: float = 25.0
     result: str | None = None
     ledger: str | None = None
     elastic: bool = False
@@ -37,7 +40,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.root:
             raise BadInputError("[run] root is missing: name the folder for the checkpoints")
-        _at_least(1, "run", epochs=self.epochs, save_every=self.save_every)
+        _at_least(1, "run", epochs=self.epochs)
+        if self.save_every != "auto":
+            _at_least(1, "run", save_every=self.save_every)
+        if not self.grace_s >= 0:
+            raise BadInputError(f"[run] grace_s = {self.grace_s}: give seconds, or 0 for none")
 
 
 @dataclass(frozen=True)

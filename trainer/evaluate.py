@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from trainer.movielens import Samples
 _PART = 1024
 
 
-def score(pipeline: Any, samples: Samples, collate: Any, place: Place) -> Tensor:
+def score(
+    pipeline: Any,
+    samples: Samples,
+    collate: Any,
+    place: Place,
+    poll: Callable[[], None] = lambda: None,
+) -> Tensor:
     """The logit of each sample, float32 (n,), equal on every rank.
 
     Collective: call on every rank, between epochs, when the pipeline is empty. Each rank scores
@@ -25,6 +32,7 @@ def score(pipeline: Any, samples: Samples, collate: Any, place: Place) -> Tensor
         samples: what to score, the same on every rank.
         collate: makes the model's batch of some samples.
         place: this rank.
+        poll: called after each batch, equally often on every rank.
     """
     count = len(samples)
     # All ranks run equally many, equally long batches: the last sample fills up.
@@ -37,6 +45,7 @@ def score(pipeline: Any, samples: Samples, collate: Any, place: Place) -> Tensor
     with torch.no_grad():
         while (out := progress(pipeline, batches)) is not None:
             logits.append(out[1])
+            poll()
     model.train()
     local = torch.cat(logits)
     parts = [torch.empty_like(local) for _ in range(place.world_size)]

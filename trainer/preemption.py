@@ -48,13 +48,13 @@ _POLLS_PER_S = 1000.0  # of all ranks together: what a job's store bears beside 
 _AGREE_S = 5.0
 
 
-class Preempted(SidestageError):
+class PreemptedError(SidestageError):
     """The run was asked to end and has saved; start it again to go on."""
 
     exit_code = PREEMPTED
 
 
-class PreemptedLateError(Preempted):
+class PreemptedLateError(PreemptedError):
     """The run was asked to end, and its last save has no commit: what came after the last one is lost."""
 
     exit_code = PREEMPTED_LATE
@@ -121,6 +121,7 @@ class Preemption:
         """What all ranks were asked by; None while nobody was."""
         self._deadline_s: float | None = None
         self._saved = False
+        self._finishing = False
         self._closed = False
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: Mapping[signal.Signals, Any] = {}
@@ -149,6 +150,10 @@ class Preemption:
     def saved(self) -> None:
         """All that was trained is committed: leaving may take what is left of the grace, and more."""
         self._saved = True
+
+    def finishing(self) -> None:
+        """Training has ended by itself: other ranks may be gone already, and that is no trouble."""
+        self._finishing = True
 
     def close(self) -> None:
         """Watch no more, and give signals back to whom they belonged. Idempotent."""
@@ -198,17 +203,15 @@ class Preemption:
         except StorageError as e:  # a rank or the store's host is gone: nothing can be agreed on
             _log.warning("preemption: the ranks don't agree on where to stop: %s", e)
             self._say("preempt_failed", error=str(e))
-            self._flush(self.left_s)
-            self._known.set()
-            if not self._closed:
+            if not self._finishing:
                 self._end(ENDED_BY_SIGTERM)
-            return
+            self._known.set()
         self._see_to_the_end()
 
     def _wait_to_be_asked(self) -> Ask | None:
         while not self._closed:
             self._pause(self._poll_s)
-            if self._told is None and self._when is not None and self._when():
+            if self._told is None and self._noticed():
                 self._told = Ask(self._talk.rank, "callback")
             if self._told is not None:
                 self._talk.announce(_ASKED, {"rank": self._told.rank, "why": self._told.why})
@@ -216,6 +219,14 @@ class Preemption:
             if heard := self._talk.peek(_ASKED):
                 return Ask(int(heard["rank"]), str(heard["why"]))
         return None
+
+    def _noticed(self) -> bool:
+        try:
+            return self._when is not None and self._when()
+        except Exception:  # the user's; signals must go on working
+            _log.exception("preempt_when failed; it isn't asked any more")
+            self._when = None
+            return False
 
     def _agree(self, ask: Ask) -> None:
         with self._lock:
@@ -236,14 +247,11 @@ class Preemption:
 
     def _see_to_the_end(self) -> None:
         """Half of the grace belongs to training, to get to the stop; the rest to what is staged."""
-        while self.left_s > self.grace_s / 2 and not self._closed:
-            self._pause(self.left_s - self.grace_s / 2)
-        if self._closed or self._saved:
-            return
-        self._flush(self.left_s)
-        while self.left_s > 0 and not self._closed:
-            self._pause(self.left_s)
-        if self._closed or self._saved:
+        self._wait_until_left(self.grace_s / 2)
+        if not self._over():
+            self._flush(self.left_s)
+        self._wait_until_left(0.0)
+        if self._over():
             return
         _log.error(
             "preemption: not stopped within the grace of %g s; steps since the last commit are lost: "
@@ -252,6 +260,13 @@ class Preemption:
         )
         self._say("preempt_late", grace_s=self.grace_s)
         self._end(PREEMPTED_LATE)
+
+    def _wait_until_left(self, least_s: float) -> None:
+        while self.left_s > least_s and not self._over():
+            self._pause(self.left_s - least_s)
+
+    def _over(self) -> bool:
+        return self._closed or self._saved
 
     def _pause(self, seconds: float) -> None:
         """Wait, or until a signal came or `close` was called."""

@@ -12,25 +12,29 @@ pipeline passes `session.batches()` to `pipeline.progress` and tells `step` what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
+from ckpt.catalog import Catalog
 from ckpt.checkpointer import SaveStats
 from ckpt.config import restart_count, spool_folder
+from ckpt.coordinator import join
 from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
-from ckpt.types import Clock
+from ckpt.types import Clock, SystemClock
+from trainer.interval import AutoInterval
 from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror, spool_of
+from trainer.preemption import PreemptedError, PreemptedLateError, Preemption
 
 B_co = TypeVar("B_co", covariant=True)
 
@@ -70,13 +74,17 @@ class Session(Generic[B_co]):
             generators, the step and the reader's position are added; its keys "rng" and
             "session" are therefore taken.
         reader: where `batches` takes them from.
-        save_every: steps from one save to the next.
+        save_every: steps from one save to the next, or "auto": as often as loses least, by what saves
+            cost and how often this run fails (trainer.interval).
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
         ledger: a local folder for the ledger; by default the root itself where that is local, else
             a spool folder of this host, from which it is copied to the root.
+        grace_s: from SIGTERM on any rank until all of them have saved and ended, see
+            trainer.preemption; None leaves the signal alone.
+        preempt_when: asked a few times a second; True asks all ranks to end, as SIGTERM does.
         clock: for tests.
     """
 
@@ -86,19 +94,23 @@ class Session(Generic[B_co]):
         state: Mapping[str, Any],
         reader: Reader[B_co],
         *,
-        save_every: int = 100,
+        save_every: int | Literal["auto"] = 100,
         checkpoint: CheckpointConfig | None = None,
         elastic: bool = False,
         annotations: Mapping[str, str] | None = None,
         ledger: Path | None = None,
         events: Ledger | None = None,
+        grace_s: float | None = 25.0,
+        preempt_when: Callable[[], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
         taken = sorted({_OWN, _RNG} & set(state))
         if taken:
             raise BadInputError(f"state: the key {taken[0]!r} is the session's own; rename yours")
-        if save_every < 1:
-            raise BadInputError(f"save_every = {save_every}: give at least 1")
+        if save_every != "auto" and save_every < 1:
+            raise BadInputError(f'save_every = {save_every}: give at least 1, or "auto"')
+        if grace_s is not None and not grace_s > 0:
+            raise BadInputError(f"grace_s = {grace_s}: give seconds above 0, or None")
         storage = open_storage(root) if isinstance(root, str) else root
         self._ledger = events or Ledger(clock)
         self._mirror: Mirror | None = None
@@ -121,6 +133,13 @@ class Session(Generic[B_co]):
             clock=clock,
             annotations=annotations,
         )
+        self._clock = clock or SystemClock()
+        self._coordinator = join(storage.url, None, None, None)
+        self._grace_s = grace_s
+        self._preempt_when = preempt_when
+        self._preemption: Preemption | None = None
+        self._interval: AutoInterval | None = None
+        self._lag_s: float | None = None
         self._saved_step = 0
         self._entered = False
         self._began = False
@@ -141,13 +160,22 @@ class Session(Generic[B_co]):
 
     def __enter__(self) -> Session[B_co]:
         self._ledger.record("process", **self._place())
+        if self._grace_s is not None:
+            self._preemption = Preemption(
+                self._coordinator.clone(),
+                self._grace_s,
+                self._checkpointer.flush,
+                when=self._preempt_when,
+                say=self._ledger.record,
+            )
         try:
             self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
             self._begin()
-        except BaseException:
-            self._checkpointer.close()
+            self._entered = True
+            self.poll()  # asked while it restored: nothing is trained
+        except BaseException as e:
+            self.__exit__(type(e), e, e.__traceback__)
             raise
-        self._entered = True
         return self
 
     def batches(self) -> Iterator[B_co]:
@@ -179,7 +207,21 @@ class Session(Generic[B_co]):
         self._progress["step"] += 1
         self._progress["position"] = position
         self._ledger.record("step", step=self.steps, position=position)
-        return self.save() if self.steps % self._save_every == 0 else None
+        handle = self.save() if self._due() else None
+        self.poll()
+        return handle
+
+    def poll(self) -> None:
+        """A place where all ranks could stop, if one of them was asked to end (trainer.preemption).
+
+        `step` is one. Call this in phases that train nothing and take long, such as for each batch of
+        an evaluation: on every rank, equally often.
+
+        Raises PreemptedError at the place where all ranks stop, after they have saved.
+        """
+        self._check_entered()
+        if self._preemption is not None and self._preemption.tick():
+            self._stop(self._preemption)
 
     def save(self) -> SaveHandle:
         """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
@@ -187,6 +229,8 @@ class Session(Generic[B_co]):
         handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
         self._saved_step = self.steps
         self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
+        if self._interval is not None:
+            self._time_commit(handle)
         return handle
 
     @contextmanager
@@ -202,6 +246,8 @@ class Session(Generic[B_co]):
         where something else has to follow before the process ends.
         """
         self._check_entered()
+        if self._preemption is not None:
+            self._preemption.finishing()
         with suppress(DeadlineError):  # so that no policy can skip the last save; slow ones go on
             self._checkpointer.wait()
         if self._saved_step < self.steps:
@@ -231,6 +277,8 @@ class Session(Generic[B_co]):
                 raise
         finally:
             self._entered = False
+            if self._preemption is not None:
+                self._preemption.close()
             self._ledger.record("closed")
             self._ledger.close()
             if self._mirror is not None:
@@ -250,6 +298,16 @@ class Session(Generic[B_co]):
         self._ledger.record("restored", step=self.steps, position=self.position, epoch=epoch)
         attempt = self._checkpointer.attempt
         assert attempt is not None, "restore() has claimed an epoch"
+        if self._save_every == "auto":
+            failures, since_s = 0, self._clock.time()
+            if _rank() == 0:
+                before = Catalog(self._checkpointer.storage).attempts()
+                failures = len(before) - 1
+                since_s = min((a.record.started_at_s for a in before if a.record), default=since_s)
+            self._interval = AutoInterval(
+                self._coordinator, self._clock, failures=failures, since_s=since_s
+            )
+            self._interval.begin(self.steps)
         key = ledger_key(attempt.epoch, _rank())
         if self._mirror is not None:
             self._mirror.copy_left_over(_rank())
@@ -268,6 +326,45 @@ class Session(Generic[B_co]):
                 f"seconds from 0, below 1e12, or None where there are none"
             )
         return {EVENT_TIME: f"{abs(newest):.6f}"}
+
+    def _due(self) -> bool:
+        if self._interval is None:
+            return self._save_every != "auto" and self.steps % self._save_every == 0
+        stats = self.stats
+        block_s = None
+        if saves := len(stats.blocked_s):
+            waits_s = stats.fence_wait_s + stats.overlay_wait_s
+            block_s = (sum(stats.blocked_s) + waits_s) / saves
+        return self._interval.due(self.steps, block_s, self._lag_s)
+
+    def _time_commit(self, handle: SaveHandle) -> None:
+        began_s = self._clock.monotonic()
+
+        def done(_: Any) -> None:
+            self._lag_s = self._clock.monotonic() - began_s
+
+        handle.committed.add_done_callback(done)
+
+    def _stop(self, preemption: Preemption) -> NoReturn:
+        """Save what isn't saved, within the grace, and leave. Collective."""
+        ask = preemption.ask
+        assert ask is not None, "nobody stops unasked"
+        self._ledger.record(
+            "preempted", step=self.steps, position=self.position, asked=ask.rank, why=ask.why
+        )
+        if self._saved_step < self.steps:
+            self.save()
+        self._checkpointer.flush(preemption.left_s)
+        last = self.stats.last_commit
+        committed = max(last.step if last else 0, self._restored_step)
+        said = f"rank {ask.rank} was asked to end ({ask.why}): stopped after step {self.steps}"
+        if committed >= self.steps:
+            preemption.saved()
+            raise PreemptedError(f"{said}, which is committed; start the run again to go on")
+        raise PreemptedLateError(
+            f"{said}, which has no commit within the grace of {preemption.grace_s:g} s: what was trained "
+            f"since step {committed} is lost; {self.stats.last_error or 'give a longer grace'}"
+        )
 
     @property
     def _restored_step(self) -> int:

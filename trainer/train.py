@@ -87,6 +87,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         elastic=config.run.elastic,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
+        grace_s=config.run.grace_s or None,
     )
     with session:
         if session.restored:
@@ -126,7 +127,7 @@ def _fit(run: _Run, session: Session[Any], baseline: float) -> None:
     while True:
         if len(run.history["auc"]) < run.reader.epoch:
             with session.evaluating():
-                logits = score(pipeline, run.data.test, to_batch, run.place)
+                logits = score(pipeline, run.data.test, to_batch, run.place, session.poll)
             reached = auc(logits, run.data.test.labels)
             run.history["auc"].append(reached)
             run.say(

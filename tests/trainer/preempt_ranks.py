@@ -1,0 +1,136 @@
+"""Ranks that are told to end, forked from one process that has imported everything.
+
+    python -m tests.trainer.preempt_ranks FOLDER SCENARIO REPEATS
+
+prints one JSON object per repeat: the exit codes by rank and the commits that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt import CheckpointConfig
+from ckpt.catalog import Catalog
+from ckpt.errors import SidestageError
+from ckpt.storage import LocalStorage
+from trainer import Session
+
+RANKS = 2
+
+
+class Endless:
+    """Batches without end."""
+
+    batch_size = 2
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.position += 1
+            yield self.position
+
+
+def train(folder: Path, scenario: str, tell: int) -> None:
+    """One rank: a step is an all_reduce. `tell` is written to, a byte for each step or poll."""
+    model = torch.nn.Linear(4, 4)
+    slow = CheckpointConfig(persist_target_s=1000.0)
+    session = Session(
+        str(folder),
+        {"model": model},
+        Endless(),
+        save_every=4 if scenario in ("saving", "deaf") else 1000,
+        checkpoint=slow,
+        grace_s=2.0 if scenario == "deaf" else 60.0,
+    )
+    with session:
+        for _ in session.batches():
+            dist.all_reduce(torch.ones(4))
+            os.write(tell, b".")
+            if scenario == "evaluating" and session.steps == 3:
+                with session.evaluating():
+                    while True:
+                        dist.all_reduce(torch.ones(4))
+                        os.write(tell, b"e")
+                        session.poll()
+            if scenario == "deaf" and session.steps == 5:
+                os.write(tell, b"d")
+                os.read(os.pipe()[0], 1)  # a phase that doesn't poll, and never ends
+            if scenario == "dead" and session.steps == 5 and dist.get_rank() == 0:
+                os.write(tell, b"d")
+                os.kill(os.getpid(), signal.SIGKILL)
+            session.step()
+
+
+def rank_main(folder: Path, scenario: str, rank: int, store: Any, tell: int) -> int:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    try:
+        train(folder, scenario, tell)
+    except SidestageError as e:
+        print(f"rank {rank}: {e}", file=sys.stderr, flush=True)
+        return e.exit_code
+    return 0
+
+
+def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, Any]:
+    asked = life % RANKS
+    store = dist.PrefixStore(f"life-{life}", server)
+    ends = [os.pipe() for _ in range(RANKS)]
+    pids = []
+    for rank in range(RANKS):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                mine = dist.PrefixStore(
+                    f"life-{life}", dist.TCPStore("127.0.0.1", server.port, is_master=False)
+                )
+                code = rank_main(folder, scenario, rank, mine, ends[rank][1])
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    del store
+    for _, write_end in ends:
+        os.close(write_end)
+    if scenario == "dead":
+        asked = 1
+    wanted, count = {"evaluating": b"e", "deaf": b"d"}.get(scenario, b"."), 0
+    after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1
+    while count < after and (byte := os.read(ends[asked][0], 1)):
+        count += byte == wanted
+    if scenario != "dead":
+        os.kill(pids[asked], signal.SIGTERM)
+    codes = []
+    for pid, (read_end, _) in zip(pids, ends, strict=True):
+        while os.read(read_end, 4096):
+            pass
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(read_end)
+    commits = Catalog(LocalStorage(folder)).commits()
+    epochs = max((c.ref.epoch for c in commits), default=0)
+    return {"codes": codes, "steps": [c.ref.step for c in commits if c.ref.epoch == epochs]}
+
+
+def main() -> None:
+    folder, scenario, repeats = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for life in range(repeats):
+        print(json.dumps(one_life(folder / str(life), scenario, life, server)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
