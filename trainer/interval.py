@@ -19,7 +19,9 @@ from ckpt.types import Clock
 DAY_S = 86400.0
 _log = logging.getLogger("sidestage")
 
-_LOOK_STEPS = 16  # before the first save: the first of two looks at how long a step takes
+_LOOK_STEPS = (
+    16  # after which rank 0 knows how long a step takes; the first save comes after as many more
+)
 _HEAR_S = 60.0
 _KEPT = 4  # announcements that stay for slow ranks
 _UNKNOWN_BLOCK_S = 1.0  # before the first save
@@ -62,7 +64,8 @@ class AutoInterval:
 
     Rank 0 decides at each save and announces it through the job's store; all ranks read it at the
     next save, when it has long been there, and count their way to the one after by it. So a
-    decision takes effect one save late. The first is made after a few steps.
+    decision takes effect one save late. The first is made after a few steps, and the first save
+    comes soon: it shows what one costs.
 
     Args:
         coordinator: this rank's end of the job's store, for the training thread.
@@ -106,7 +109,7 @@ class AutoInterval:
             self._next = step + _LOOK_STEPS
             return False
         self._next = step + self._heard(point - 1)
-        return point > 1
+        return True
 
     def _decide(self, point: int, step: int, block_s: float | None, lag_s: float | None) -> None:
         before, then_s = self._at

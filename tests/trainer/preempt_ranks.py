@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ckpt.storage import LocalStorage
 from trainer import Session
 
 RANKS = 2
+TOLD = ("training", "saving", "evaluating", "deaf")
 
 
 class Endless:
@@ -49,11 +51,13 @@ def train(folder: Path, scenario: str, tell: int) -> None:
     """One rank: a step is an all_reduce. `tell` is written to, a byte for each step or poll."""
     model = torch.nn.Linear(4, 4)
     slow = CheckpointConfig(persist_target_s=1000.0)
+    if scenario in ("killed", "whole"):
+        slow = CheckpointConfig(keep_last=2)
     session = Session(
         str(folder),
         {"model": model},
         Endless(),
-        save_every=4 if scenario in ("saving", "deaf") else 1000,
+        save_every={"saving": 4, "deaf": 4, "killed": 2, "whole": 2}.get(scenario, 1000),
         checkpoint=slow,
         grace_s=2.0 if scenario == "deaf" else 60.0,
     )
@@ -74,6 +78,8 @@ def train(folder: Path, scenario: str, tell: int) -> None:
                 os.write(tell, b"d")
                 os.kill(os.getpid(), signal.SIGKILL)
             session.step()
+            if scenario == "whole" and session.steps >= 8:
+                break
 
 
 def rank_main(folder: Path, scenario: str, rank: int, store: Any, tell: int) -> int:
@@ -87,7 +93,7 @@ def rank_main(folder: Path, scenario: str, rank: int, store: Any, tell: int) -> 
 
 
 def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, Any]:
-    asked = life % RANKS
+    asked: int | None = life % RANKS
     store = dist.PrefixStore(f"life-{life}", server)
     ends = [os.pipe() for _ in range(RANKS)]
     pids = []
@@ -107,12 +113,18 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         os.close(write_end)
     if scenario == "dead":
         asked = 1
+    if scenario == "whole":
+        asked = None
     wanted, count = {"evaluating": b"e", "deaf": b"d"}.get(scenario, b"."), 0
     after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1
-    while count < after and (byte := os.read(ends[asked][0], 1)):
+    if scenario == "killed":
+        after = 3 + life % 4  # steps 2 and 4 are saved: in one save, between two, in the other
+    while asked is not None and count < after and (byte := os.read(ends[asked][0], 1)):
         count += byte == wanted
-    if scenario != "dead":
-        os.kill(pids[asked], signal.SIGTERM)
+    if scenario == "killed":
+        time.sleep(random.Random(life).random() / 100)  # anywhere in the save, which takes so long
+    for rank in range(RANKS) if scenario == "killed" else [asked] if scenario in TOLD else []:
+        os.kill(pids[rank], signal.SIGKILL if scenario == "killed" else signal.SIGTERM)
     codes = []
     for pid, (read_end, _) in zip(pids, ends, strict=True):
         while os.read(read_end, 4096):
@@ -129,7 +141,12 @@ def main() -> None:
     torch.set_num_threads(1)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for life in range(repeats):
-        print(json.dumps(one_life(folder / str(life), scenario, life, server)), flush=True)
+        if scenario == "killed":  # all in one folder, and at the end one life that nobody ends
+            last = life == repeats - 1
+            done = one_life(folder, "whole" if last else scenario, life, server)
+        else:
+            done = one_life(folder / str(life), scenario, life, server)
+        print(json.dumps(done), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,311 @@
+"""Asked to end: all ranks stop at one place and save; nothing hangs, and late is said aloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckpt.catalog import Catalog
+from ckpt.coordinator import Coordinator
+from ckpt.errors import BadInputError
+from ckpt.storage import LocalStorage
+from ckpt.verify import verify_commit
+from trainer import Session
+from trainer.ett import read_report
+from trainer.preemption import (
+    ENDED_BY_SIGTERM,
+    PREEMPTED,
+    PREEMPTED_LATE,
+    PreemptedError,
+    Preemption,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def lives(folder: Path, scenario: str, repeats: int) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.trainer.preempt_ranks"),
+            *(str(folder), scenario, str(repeats)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.distributed
+def test_case_d45_one_rank_is_told_and_all_stop_at_one_step(tmp_path: Path) -> None:
+    found = lives(tmp_path, "training", 20)
+    assert [f["codes"] for f in found] == [[PREEMPTED, PREEMPTED]] * 20
+    # What is committed is a step that both ranks saved: a commit needs both.
+    assert [len(f["steps"]) for f in found] == [1] * 20
+    assert all(f["steps"][0] >= 4 for f in found)
+
+
+@pytest.mark.distributed
+def test_case_d46_during_an_evaluation_that_polls(tmp_path: Path) -> None:
+    assert lives(tmp_path, "evaluating", 2) == [
+        {"codes": [PREEMPTED, PREEMPTED], "steps": [3]},
+        {"codes": [PREEMPTED, PREEMPTED], "steps": [3]},
+    ]
+
+
+@pytest.mark.distributed
+def test_case_d46_a_phase_that_does_not_poll_costs_nothing_that_was_staged(tmp_path: Path) -> None:
+    assert lives(tmp_path, "deaf", 1) == [{"codes": [PREEMPTED_LATE, PREEMPTED_LATE], "steps": [4]}]
+
+
+@pytest.mark.distributed
+def test_case_d46_during_a_save(tmp_path: Path) -> None:
+    """Saves take long unless hurried, so one is in flight whenever the signal comes."""
+    for n, found in enumerate(lives(tmp_path, "saving", 4)):
+        assert found["codes"] == [PREEMPTED, PREEMPTED]
+        *before, last = found["steps"]
+        assert before == list(range(4, last, 4))
+        storage = LocalStorage(tmp_path / str(n))
+        for info in Catalog(storage).commits():
+            assert info.record is not None
+            assert verify_commit(storage, info.record, level="full").ok
+
+
+@pytest.mark.distributed
+@pytest.mark.crash
+def test_case_d47_both_ranks_killed_anywhere_in_a_save(tmp_path: Path) -> None:
+    *killed, whole = lives(tmp_path, "killed", 11)
+    assert [k["codes"] for k in killed] == [[-9, -9]] * 10
+    assert whole["codes"] == [0, 0]
+    storage = LocalStorage(tmp_path)
+    commits = Catalog(storage).commits()
+    assert len(commits) == 2, "as many as are to be kept, whatever was left over"
+    listed = {f.key for c in commits if c.record for f in c.record.files}
+    stored = {o.key for o in storage.list("data/")}
+    assert listed <= stored
+    assert {k.split("/")[1] for k in stored} == {k.split("/")[1] for k in listed}
+
+
+# -- the agreement, with threads for ranks ------------------------------------------------------
+
+
+class Rank:
+    """A rank whose signals never come: it is asked by `when`."""
+
+    def __init__(self, rank: int, store: Any, world_size: int = 2, **options: Any) -> None:
+        self.ended: list[int] = []
+        self.gone = threading.Event()
+        self.asks = False
+        self.flushed: list[float] = []
+        self.preemption = Preemption(
+            Coordinator(rank, world_size, store, "t/"),
+            options.pop("grace_s", 60.0),
+            lambda timeout_s: self.flushed.append(timeout_s) is None,
+            when=lambda: self.asks,
+            signals=(),
+            end=self._end,
+            **options,
+        )
+
+    def _end(self, code: int) -> None:
+        self.ended.append(code)
+        self.gone.set()
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+def test_two_ranks_far_apart_stop_at_the_same_tick(store: Any) -> None:
+    """Nothing holds these ranks together but the agreement: one is many ticks ahead."""
+    ranks = [Rank(0, store), Rank(1, store)]
+    for _ in range(1000):
+        assert not ranks[0].preemption.tick()
+    ranks[1].asks = True
+    stopped: dict[int, int] = {}
+
+    def run(n: int, at: int) -> None:
+        while not ranks[n].preemption.tick():
+            at += 1
+        stopped[n] = at + 1
+
+    threads = [threading.Thread(target=run, args=(n, at)) for n, at in ((0, 1000), (1, 0))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert stopped[0] == stopped[1] > 1000
+    assert [r.preemption.ask.rank for r in ranks if r.preemption.ask] == [1, 1]
+    for r in ranks:
+        r.preemption.saved()
+        r.preemption.close()
+        assert r.ended == r.flushed == []
+
+
+def test_a_rank_that_is_gone_ends_the_others_at_once(store: Any) -> None:
+    rank = Rank(0, store, agree_s=0.01)
+    rank.asks = True
+    assert rank.gone.wait(60)
+    assert rank.ended == [ENDED_BY_SIGTERM] == [143]
+    rank.preemption.close()
+
+
+def test_a_rank_that_has_finished_is_not_missed(store: Any) -> None:
+    said = threading.Event()
+    rank = Rank(1, store, agree_s=0.01, say=lambda event, **_: said.set())
+    rank.preemption.finishing()
+    rank.asks = True
+    assert said.wait(60), "that the ranks could not agree"
+    assert not rank.preemption.tick()
+    rank.preemption.close()
+    assert rank.ended == []
+
+
+def test_the_end_of_the_grace_flushes_and_ends() -> None:
+    said: list[str] = []
+    rank = Rank(0, None, 1, grace_s=0.01, say=lambda event, **_: said.append(event))
+    rank.asks = True
+    assert rank.gone.wait(60)
+    assert rank.ended == [PREEMPTED_LATE]
+    assert len(rank.flushed) == 1
+    assert said == ["preempt_late"]
+    rank.preemption.close()
+
+
+def test_a_callback_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = threading.Event()
+
+    def fail() -> bool:
+        asked.set()
+        raise OSError("no route to the metadata service")
+
+    p = Preemption(Coordinator(0, 1, None, ""), 1.0, lambda timeout_s: True, when=fail, signals=())
+    assert asked.wait(60)
+    p.close()
+    assert caplog.text.count("it isn't asked any more") == 1
+    assert not p.tick()
+
+
+# -- a session ----------------------------------------------------------------------------------
+
+
+class Reader:
+    batch_size = 1
+
+    def __init__(self, on_seek: bool = False) -> None:
+        self.position = 0
+        self._on_seek = on_seek
+
+    def seek(self, position: int) -> None:
+        self.position = position
+        if self._on_seek:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.position += 1
+            yield self.position
+
+
+class Told(torch.nn.Linear):
+    """A model that is restored in the moment of SIGTERM."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().load_state_dict(*args, **kwargs)
+
+
+def steps_of(root: Path) -> list[int]:
+    return [c.ref.step for c in Catalog(LocalStorage(root)).commits()]
+
+
+def wait_until_told(session: Session[Any]) -> None:
+    while True:  # each poll is a place to stop; without the signal this never ends
+        session.poll()
+
+
+def test_case_d46_told_while_it_restores_or_before_the_first_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Session(str(tmp_path), {"model": model}, Reader()) as session:
+        next(session.batches())
+        session.step()
+    for state, reader in (({"model": Told(2, 2)}, Reader()), ({"model": model}, Reader(True))):
+        with (
+            pytest.raises(
+                PreemptedError, match=r"\(SIGTERM\): stopped after step 1, which is com"
+            ) as e,
+            Session(str(tmp_path), state, reader) as session,
+        ):
+            wait_until_told(session)
+        assert e.value.exit_code == PREEMPTED == 75
+        assert steps_of(tmp_path) == [1]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_callback_asks_too_and_the_ledger_says_so(tmp_path: Path) -> None:
+    asked = threading.Event()
+    model = torch.nn.Linear(2, 2)
+    session = Session(
+        str(tmp_path), {"model": model}, Reader(), save_every=10**9, preempt_when=asked.is_set
+    )
+    with pytest.raises(PreemptedError, match=r"rank 0 was asked to end \(callback\)"), session:  # noqa: PT012
+        for _ in session.batches():
+            session.step()
+            if session.steps == 3:
+                asked.set()
+    assert steps_of(tmp_path) == [session.steps]
+    events = [
+        json.loads(line) for p in tmp_path.glob("events/*/*") for line in p.read_text().splitlines()
+    ]
+    (preempted,) = [e for e in events if e["event"] == "preempted"]
+    assert (preempted["asked"], preempted["why"], preempted["step"]) == (
+        0,
+        "callback",
+        session.steps,
+    )
+    assert read_report(tmp_path).ett_percent > 0
+
+
+def test_without_a_grace_signals_are_left_alone(tmp_path: Path) -> None:
+    def mine(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with Session(str(tmp_path), {"m": torch.nn.Linear(1, 1)}, Reader(), grace_s=None):
+            assert signal.getsignal(signal.SIGTERM) is mine
+        with Session(str(tmp_path), {"m": torch.nn.Linear(1, 1)}, Reader()):
+            assert signal.getsignal(signal.SIGTERM) is not mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(BadInputError, match="grace_s = 0: give seconds above 0, or None"):
+        Session(str(tmp_path), {}, Reader(), grace_s=0)
+
+
+def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(PreemptedError), Session(str(tmp_path), {}, Reader()) as session:  # noqa: PT012
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until_told(session)
+        assert seen == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
