@@ -149,7 +149,8 @@ def _first_new_s(line: Timeline, segments: Sequence[Segment]) -> float | None:
     if first is None:
         return None
     around = next(s for s in line.steps if s.end_s > first.begin_s)
-    return min(first.end_s, first.begin_s + (first.end_s - first.begin_s) / max(1, around.count))
+    one_s = (around.end_s - around.begin_s) / max(1, around.count)
+    return min(around.end_s, first.begin_s + one_s)
 
 
 def _stages(line: Timeline, first_step_s: float | None) -> tuple[Stage, ...]:

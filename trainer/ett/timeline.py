@@ -128,8 +128,10 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
     offsets_s, notes = _offsets(epoch, ranks, teller)
 
     starts = [e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items()]
-    alive_s = max(_last(e) + e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items())
-    end_s = max(_last(e, "exited") + e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items())
+    alive_s = max(
+        _last(e, "exited") + e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items()
+    )
+    end_s = max(_last(e) + e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items())
     start_s = min(starts)
     steps = tuple(_steps(events, zero_s))
     spans = tuple(_spans(events, zero_s, end_s))
