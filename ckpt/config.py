@@ -364,6 +364,27 @@ def native_allowed() -> bool:
     return os.environ.get("SIDESTAGE_NATIVE", "1") != "0"
 
 
+def job_moments() -> dict[str, float | None]:
+    """When the scheduler got this job and when it gave it machines, Unix seconds; None: nobody said.
+
+    $SIDESTAGE_SUBMITTED_AT and $SIDESTAGE_ALLOCATED_AT. What is no number counts as not said.
+    """
+    found: dict[str, float | None] = {}
+    for key in ("submitted_at_s", "allocated_at_s"):
+        try:
+            found[key] = float(os.environ.get(f"SIDESTAGE_{key.removesuffix('_s').upper()}", "nan"))
+        except ValueError:
+            found[key] = None
+        if not 0 < (found[key] or 0) < 1e12:  # NaN too
+            found[key] = None
+    return found
+
+
+def launched_by_torchrun() -> bool:
+    """Is the parent of this process torchrun?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

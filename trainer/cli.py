@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ckpt.command import entry
-
-if TYPE_CHECKING:
-    from trainer.ett import EttReport
 
 
 @click.group(epilog="Every command takes --debug, which shows the trace of an error.")
@@ -59,65 +54,32 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.argument("root")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def ett(root: str, *, as_json: bool) -> None:
+@click.argument("roots", nargs=-1, required=True, metavar="ROOT...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option(
+    "--what-if",
+    "changes",
+    metavar="KEY=VALUE,...",
+    help="Ask a model of the run: block, interval, start, recover, lag as durations (0.1s, 5m), "
+    "failures per time (3/day).",
+)
+def ett(roots: tuple[str, ...], *, as_json: bool, changes: str | None) -> None:
     """Show which share of a run's wall time was training on new data, and where the rest went.
 
-    ROOT is the run's root, or the folder that its ledger was kept in.
+    ROOT is a run's root, or the folder that its ledger was kept in. Several are compared.
     """
-    from trainer.ett import read_report
+    from trainer.ett import parse_changes, read_report
 
-    found = read_report(root)
+    wanted = parse_changes(changes) if changes is not None else None
+    reports = [read_report(root) for root in roots]
     if as_json:
-        totals = {"batches_repeated": found.batches_repeated, "lost_batches": found.lost_batches}
-        click.echo(json.dumps({**totals, **asdict(found)}, indent=1))
+        from trainer.ett.written import as_dict
+
+        click.echo(json.dumps(as_dict(reports, wanted), indent=1, allow_nan=False))
     else:
-        _print_report(found)
+        from trainer.ett.table import show
 
-
-def _print_report(found: EttReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from trainer.ett import PARTS
-
-    table = Table(title=f"ETT {found.ett_percent:.1f}% of {found.wall_s:.1f} s")
-    table.add_column("")
-    for attempt in found.attempts:
-        table.add_column(f"attempt {attempt.epoch}", justify="right")
-    table.add_column("all", justify="right")
-    table.add_column("share", justify="right")
-    for part in PARTS:
-        seconds = [a.parts[part] for a in found.attempts]
-        table.add_row(*_row(part.replace("_", " "), seconds, found.wall_s))
-    between = ["" for _ in found.attempts]
-    share = _share(found.between_attempts_s, found.wall_s)
-    table.add_row("between attempts", *between, f"{found.between_attempts_s:.2f} s", share)
-    table.add_section()
-    table.add_row(
-        *_row("wall time", [a.wall_s for a in found.attempts], found.wall_s)[:-2],
-        f"{found.wall_s:.2f} s",
-        "100.0%",
-    )
-    for label, counts in (
-        ("new batches", [a.batches_new for a in found.attempts]),
-        ("repeated batches", [a.batches_repeated for a in found.attempts]),
-        ("lost batches", [a.lost_batches for a in found.attempts]),
-        ("commits", [a.commits for a in found.attempts]),
-        ("failed saves", [a.failed_saves for a in found.attempts]),
-    ):
-        table.add_row(label, *map(str, counts), str(sum(counts)), "")
-    Console().print(table)
-
-
-def _row(label: str, seconds: list[float], wall_s: float) -> list[str]:
-    total = sum(seconds)
-    return [label, *(f"{s:.2f} s" for s in seconds), f"{total:.2f} s", _share(total, wall_s)]
-
-
-def _share(seconds: float, wall_s: float) -> str:
-    return f"{100 * seconds / wall_s:.1f}%" if wall_s > 0 else ""
+        show(reports, wanted)
 
 
 main = entry(cli)

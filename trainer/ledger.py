@@ -3,56 +3,77 @@
 Every event has `t`, seconds since the process was created, from the monotonic clock. The
 first event also says when that was by the wall clock, which serves only to lay attempts and
 machines side by side. Events and their fields are listed in `EVENTS`.
+
+Training steps share one line, which is rewritten in place at each of them, so that a step costs
+microseconds, a kill loses none, and the file stays small.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ckpt.errors import CorruptError, StorageError
 from ckpt.types import Clock, SystemClock
 
 EVENTS = {
-    "process": "created_at_s, rank, world_size, restarts, batch_size: the session has begun",
-    "restored": "step, position, epoch (of the commit; null on an empty root)",
-    "first_batch": "the reader has handed out the first batch",
-    "step": "step, position: one training step has ended; position is in global batches trained",
-    "saved": "step, blocked_s: save() has returned",
-    "span_begin": "name, id, main: something other than training begins; main: on the training thread",
+    "process": "created_at_s, rank, world_size, restarts, batch_size, host, and what is known of "
+    "submitted_at_s, allocated_at_s, launcher_created_at_s (Unix seconds): the session has begun",
+    "span_begin": "name, id, main: something with a name begins; main: on the training thread",
     "span_end": "name, id: it has ended",
-    "preempted": "step, position, asked (rank), why: all ranks stop here, because one was asked to end",
-    "preempt_late": "grace_s: not stopped within the grace",
-    "preempt_failed": "error: the ranks could not agree",
-    "closed": "the session has ended, all saves drained",
+    "restored": "step, position, epoch (of the commit; null on an empty root)",
+    "steps": "begin, step, position, data_s, overlay_s, fence_s, slot_s: all training steps from `begin` to "
+    "`t`, the newest step's number, the global batches trained then, and what training waited for",
+    "saved": "step, blocked_s: save() has returned",
     "save_committed": "step (from the persist thread)",
     "save_failed": "step, error (from the persist thread)",
     "save_skipped": "step, error",
+    "preempted": "step, position, asked (rank), why: all ranks stop here, because one was asked to end",
+    "preempt_late": "grace_s: not stopped within the grace",
+    "preempt_failed": "error: the ranks could not agree",
+    "closing": "error (null: none): the session's block is being left",
+    "closed": "the session has ended, all saves drained",
+    "exited": "the interpreter is about to end",
 }
-"""Each event's fields and meaning. An interval lasts from the event before it to the event."""
+"""Each event's fields and meaning. Events that this version doesn't know are skipped when read."""
 
-_NUMBERS = {
+Wait = Literal["data", "overlay", "fence", "slot"]
+WAITS: tuple[Wait, ...] = get_args(Wait)
+_WAIT_NUMBER: Mapping[str, int] = {kind: n for n, kind in enumerate(WAITS)}
+
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "process": ("created_at_s",),
+    "span_begin": ("id",),
+    "span_end": ("id",),
     "restored": ("step", "position"),
-    "step": ("step", "position"),
+    "steps": ("begin", "step", "position", *(f"{kind}_s" for kind in WAITS)),
     "saved": ("step", "blocked_s"),
+    **dict.fromkeys(("save_committed", "save_failed", "save_skipped"), ("step",)),
 }
 """Fields that the account of a run needs, besides `t`."""
+
+_STEPS = (
+    b'{"event":"steps","begin":%15.6f,"t":%15.6f,"step":%12d,"position":%14d,'
+    b'"data_s":%13.6f,"overlay_s":%13.6f,"fence_s":%13.6f,"slot_s":%13.6f}\n'
+)
+_LONGEST_S = 10.0  # of steps in one line
+_LONGEST_ERROR = 500
 
 _log = logging.getLogger("sidestage")
 
 
-def process_age_s() -> float:
-    """Seconds since the kernel created this process. Linux."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8")
+def process_age_s(pid: int | None = None) -> float:
+    """Seconds since the kernel created a process, by default this one. Linux. OSError: it is gone."""
+    stat = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="utf-8")
     # The command's name, in parentheses, may hold anything; what follows it is fixed.
     start_ticks = int(stat.rpartition(")")[2].split()[19])
     uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
@@ -60,9 +81,10 @@ def process_age_s() -> float:
 
 
 class Ledger:
-    """Writes events, one unbuffered append each. Events from before `open` are kept for it.
+    """Writes events as they happen, unbuffered. Events from before `open` are kept for it.
 
-    It never stops training: when its disk fails it says so once in the log and falls silent.
+    Make it on the training thread. Methods may be called on any thread, but not in a signal
+    handler. It never stops training: when its disk fails it says so once in the log and falls silent.
 
     Args:
         clock: for tests; the machine's by default.
@@ -74,31 +96,85 @@ class Ledger:
         age_s = process_age_s() if age_s is None else age_s
         self._zero_s = self._clock.monotonic() - age_s
         self.created_at_s = self._clock.time() - age_s
+        self._training_thread = threading.get_ident()
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._path: Path | None = None
         self._fd: int | None = None
         self._held: list[bytes] = []
+        self._size_bytes = 0
         self._silent = False
         self._ids = itertools.count(1)
+        self._stepped = False
+        self._line_at: int | None = None  # where the line of steps begins that may be rewritten
+        self._line_begin_s = 0.0
+        self._ended_s = 0.0  # when the last step ended, or what came right before the first one
+        self._waits = [0.0] * len(WAITS)  # since the last step, by number
+        self._line_waits = self._waits
 
     def record(self, event: str, /, **fields: Any) -> None:
-        """Append one event. Safe to call on any thread."""
-        t = round(self._clock.monotonic() - self._zero_s, 6)
-        line = json.dumps({"event": event, "t": t, **fields}, separators=(",", ":")) + "\n"
-        data = line.encode("utf-8")
-        if self._fd is None:
-            self._held.append(data)
-        else:
-            self._write(self._fd, data)
+        """Append one event."""
+        with self._lock:
+            t = self._now_s()
+            if event == "restored" and not self._stepped:
+                self._ended_s = t
+            line = json.dumps({"event": event, "t": t, **fields}, separators=(",", ":")) + "\n"
+            # Stages of a start come before the session, but a reader needs this one first of all.
+            self._append(line.encode("utf-8"), first=event == "process")
+            self._line_at = None  # what comes next is another line
+
+    def stepped(self, step: int, position: int) -> None:
+        """A training step has ended; `position` global batches have been trained. Takes microseconds."""
+        with self._lock:
+            t = self._clock.monotonic() - self._zero_s
+            if self._line_at is None:
+                begin, waits = self._ended_s, self._waits
+                if self._fd is not None:
+                    self._line_at = self._size_bytes
+                    self._line_begin_s, self._line_waits = begin, waits
+                self._append(_STEPS % (begin, t, step, position, *waits))
+            else:
+                begin = self._line_begin_s
+                waits = self._line_waits
+                for kind, seconds in enumerate(self._waits):
+                    waits[kind] += seconds
+                self._rewrite(self._line_at, _STEPS % (begin, t, step, position, *waits))
+            self._waits = [0.0] * len(WAITS)
+            self._ended_s = t
+            # The first step has a line of its own: its end is the end of the start.
+            if not self._stepped or t - begin >= _LONGEST_S:
+                self._line_at = None
+            self._stepped = True
+
+    def waited(self, kind: Wait, seconds: float) -> None:
+        """Training waited, since the last step: for the reader, or for an open snapshot."""
+        with self._lock:
+            self._waits[_WAIT_NUMBER[kind]] += seconds
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Record that what runs inside is `name`. Spans nest, and overlap on several threads."""
-        number = next(self._ids)
-        main = threading.current_thread() is threading.main_thread()
-        self.record("span_begin", name=name, id=number, main=main)
+        number = self.begin_span(name)
         try:
             yield
         finally:
-            self.record("span_end", name=name, id=number)
+            self.end_span(name, number)
+
+    def begin_span(self, name: str) -> int:
+        """Record that `name` begins, and return its number for `end_span`. Prefer `span`."""
+        number = next(self._ids)
+        self.record("span_begin", name=name, id=number, main=self.on_training_thread)
+        return number
+
+    def end_span(self, name: str, number: int) -> None:
+        self.record("span_end", name=name, id=number)
+        # The first step begins after what comes before it; compilation is inside of it.
+        if not self._stepped and self.on_training_thread and name != "pt2_compilation":
+            self._ended_s = self._now_s()
+
+    @property
+    def on_training_thread(self) -> bool:
+        return threading.get_ident() == self._training_thread
 
     def open(self, path: Path) -> None:
         """Begin the file, which must not exist, and write what was recorded so far.
@@ -107,41 +183,71 @@ class Ledger:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as e:
             raise StorageError(f"{path}: the ledger can't be written: {e.strerror}") from e
-        held, self._held = self._held, []
-        self._write(fd, b"".join(held))
-        self._fd = fd
+        with self._lock:
+            held, self._held = self._held, []
+            self._path, self._fd = path, fd
+            self._append(b"".join(held))
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
 
-    def _write(self, fd: int, data: bytes) -> None:
-        if self._silent:
+    def _now_s(self) -> float:
+        return round(self._clock.monotonic() - self._zero_s, 6)
+
+    def _append(self, data: bytes, *, first: bool = False) -> None:
+        if self._fd is None:
+            self._held.insert(0 if first else len(self._held), data)
+            return
+        self._size_bytes += len(data)
+        self._write(lambda fd: os.write(fd, data), len(data))
+
+    def _rewrite(self, at: int, line: bytes) -> None:
+        self._write(lambda fd: os.pwrite(fd, line, at), len(line))
+
+    def _write(self, write: Callable[[int], int], expected: int) -> None:
+        fd = self._fd
+        if self._silent or fd is None:
             return
         try:
-            short = os.write(fd, data) < len(data)
-            problem = "no space left" if short else None
+            problem = "no space left" if write(fd) < expected else None
         except OSError as e:
             problem = e.strerror
         if problem:
             self._silent = True  # a line after a torn one would make the file unreadable
             _log.warning("the ledger is incomplete from here on: %s", problem)
 
+    def _at_exit(self) -> None:
+        """The last word, after `close` too. A fork isn't the process that this is about."""
+        if self._path is None or os.getpid() != self._process:
+            return
+        if self._fd is None:
+            with suppress(OSError):  # the folder may be gone
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self.record("exited")
+        self.close()
+
 
 class SaveEvents:
-    """An event sink that copies the ends of saves into a ledger."""
+    """An event sink that copies the ends of saves, and what training waited for, into a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def emit(self, name: str, /, **fields: Any) -> None:
         if name in ("save_committed", "save_failed", "save_skipped"):
-            kept = {k: v for k, v in fields.items() if k in ("step", "error")}
+            kept = {k: v for k, v in fields.items() if k == "step"}
+            if "error" in fields:
+                kept["error"] = str(fields["error"])[:_LONGEST_ERROR]
             self._ledger.record(name, **kept)
+        elif name == "trainer_waited":
+            self._ledger.waited(fields["why"], fields["wait_s"])
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
@@ -154,15 +260,18 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
-    """The events of a ledger, in the order they were written. A last line cut short is left out.
+    """The events of a ledger, in the order they were written.
 
+    A last line cut short is left out, and so are events that only later versions know.
     CorruptError names the file and line of anything else that isn't an event.
     """
     events = []
     # What follows the last newline is torn, or empty.
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            events.append(_checked(json.loads(line)))
+            event = json.loads(line)
+            if event["event"] in EVENTS:
+                events.append(_checked(event))
         except (ValueError, TypeError, KeyError) as e:
             raise CorruptError(f"{where}:{number}: not a ledger event: {e}") from None
     if events and events[0]["event"] != "process":
@@ -171,8 +280,6 @@ def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    if event["event"] not in EVENTS:
-        raise ValueError(f"{event['event']!r} is unknown to this version")
     for name in ("t", *_NUMBERS.get(event["event"], ())):
         if not isinstance(event[name], int | float) or not math.isfinite(event[name]):
             raise ValueError(f"{name} is {event[name]!r}")

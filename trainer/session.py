@@ -31,13 +31,16 @@ from ckpt.layout import ledger_key
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock, SystemClock
+from trainer.compile_spans import CompileSpans
 from trainer.interval import AutoInterval
 from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror, spool_of
+from trainer.origin import origin
 from trainer.preemption import PreemptedError, PreemptedLateError, Preemption
 
 B_co = TypeVar("B_co", covariant=True)
 
+_NO_BATCH: Any = object()
 _OWN = "session"
 _RNG = "rng"
 
@@ -113,6 +116,8 @@ class Session(Generic[B_co]):
             raise BadInputError(f"grace_s = {grace_s}: give seconds above 0, or None")
         storage = open_storage(root) if isinstance(root, str) else root
         self._ledger = events or Ledger(clock)
+        self._compilations = CompileSpans(self._ledger)
+        self._clock = clock or SystemClock()
         self._mirror: Mirror | None = None
         if ledger is None and not isinstance(owned(storage), LocalStorage):
             ledger = spool_of(spool_folder(), storage.url)
@@ -133,7 +138,6 @@ class Session(Generic[B_co]):
             clock=clock,
             annotations=annotations,
         )
-        self._clock = clock or SystemClock()
         self._coordinator = join(storage.url, None, None, None)
         self._grace_s = grace_s
         self._preempt_when = preempt_when
@@ -160,6 +164,7 @@ class Session(Generic[B_co]):
 
     def __enter__(self) -> Session[B_co]:
         self._ledger.record("process", **self._place())
+        self._compilations.attach()
         if self._grace_s is not None:
             self._preemption = Preemption(
                 self._coordinator.clone(),
@@ -169,8 +174,10 @@ class Session(Generic[B_co]):
                 say=self._ledger.record,
             )
         try:
-            self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
-            self._begin()
+            with self._ledger.span("restore"):
+                self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
+            with self._ledger.span("pre_train"):
+                self._begin()
             self._entered = True
             self.poll()  # asked while it restored: nothing is trained
         except BaseException as e:
@@ -181,10 +188,20 @@ class Session(Generic[B_co]):
     def batches(self) -> Iterator[B_co]:
         """The reader's batches from where training stands."""
         self._check_entered()
-        for batch in self._reader:
+        self._compilations.attach()
+        batches = iter(self._reader)
+        while True:
             if not self._began:
-                self._began = True
-                self._ledger.record("first_batch")
+                with self._ledger.span("get_first_batch_data"):
+                    batch = next(batches, _NO_BATCH)
+                self._began = batch is not _NO_BATCH
+            else:
+                asked_s = self._clock.monotonic()
+                batch = next(batches, _NO_BATCH)
+                if self._ledger.on_training_thread:  # else the reader is ahead, and nobody waits
+                    self._ledger.waited("data", self._clock.monotonic() - asked_s)
+            if batch is _NO_BATCH:
+                return
             yield batch
 
     def step(self, in_flight: int = 0) -> SaveHandle | None:
@@ -206,7 +223,7 @@ class Session(Generic[B_co]):
             )
         self._progress["step"] += 1
         self._progress["position"] = position
-        self._ledger.record("step", step=self.steps, position=position)
+        self._ledger.stepped(self.steps, position)
         handle = self.save() if self._due() else None
         self.poll()
         return handle
@@ -226,7 +243,8 @@ class Session(Generic[B_co]):
     def save(self) -> SaveHandle:
         """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
         self._check_entered()
-        handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
+        with self._ledger.span("blocked_in_save"):
+            handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
         self._saved_step = self.steps
         self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
         if self._interval is not None:
@@ -248,6 +266,10 @@ class Session(Generic[B_co]):
         self._check_entered()
         if self._preemption is not None:
             self._preemption.finishing()
+        with self._ledger.span("shutdown"):
+            self._drain()
+
+    def _drain(self) -> None:
         with suppress(DeadlineError):  # so that no policy can skip the last save; slow ones go on
             self._checkpointer.wait()
         if self._saved_step < self.steps:
@@ -266,6 +288,10 @@ class Session(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._compilations.detach()
+        self._ledger.record(
+            "closing", error=None if kind is None else f"{kind.__name__}: {error}"[:500]
+        )
         try:
             try:
                 if error is None:
@@ -383,6 +409,7 @@ class Session(Generic[B_co]):
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
             "restarts": restart_count(),
             "batch_size": self._reader.batch_size,
+            **origin(),
         }
 
 

@@ -12,15 +12,13 @@ from safetensors import safe_open
 
 from ckpt.catalog import Catalog
 from ckpt.command import run_command
-from ckpt.layout import ledger_key
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import open_storage
-from tests.trainer.fake_clock import FakeClock
 from tests.trainer.launch import ROOT, read_state
+from tests.trainer.scripted_run import Script
 from tests.trainer.served import read_description, serve
 from trainer.cli import cli
 from trainer.launch import lost_a_peer
-from trainer.ledger import Ledger
 from trainer.movielens import load_movielens
 
 EXAMPLE = ROOT / "trainer" / "configs" / "movielens.toml"
@@ -34,32 +32,56 @@ def test_help(args: list[str]) -> None:
 
 
 def script_a_run(root: Path) -> None:
-    clock = FakeClock()
-    ledger = Ledger(clock, age_s=1.0)
-    ledger.open(root / ledger_key(1, 0))
-    ledger.record("process", created_at_s=ledger.created_at_s)
-    ledger.record("restored", step=0, position=0, epoch=None)
-    clock.advance(3.0)
-    ledger.record("step", step=1, position=1)
+    """12 steps of 10 s, a save of 2 s after each fourth; a crash after step 10, 6 s down, 4 s to restore."""
+    run = Script(root)
+    ledger = run.begin(1)
+    for at in (0, 4):
+        run.steps(ledger, at + 1, at + 4, 10.0)
+        run.save(ledger, at + 4, 2.0)
+        ledger.record("save_committed", step=at + 4)
+    run.steps(ledger, 9, 10, 10.0)
+    run.clock.advance(6.0)
+    ledger = run.attempt(2)
+    run.spend(ledger, "restore", 4.0)
+    ledger.record("restored", step=8, position=8, epoch=1)
+    run.steps(ledger, 9, 12, 10.0)
+    run.close(ledger)
 
 
 def test_ett_as_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script_a_run(tmp_path)
-    assert run_command(cli, ["ett", str(tmp_path)]) == 0
-    table = capsys.readouterr().out
-    assert "ETT 75.0% of 4.0 s" in table
-    assert "training new" in table
-    assert run_command(cli, ["ett", str(tmp_path), "--json"]) == 0
+    script_a_run(tmp_path / "a")
+    assert run_command(cli, ["ett", str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out
+    assert "ETT 77.9% of 154.0 s" in shown
+    assert "1. training repeated: 13.0 points (20.0 s). 2 batches were trained again" in shown
+    assert "Time to start 10.0 s, time to recover 40.0 s, 1 failures, 0 preemptions." in shown
+    assert "Save every 24.8 s (2 steps)" in shown
+    asked = ["ett", str(tmp_path / "a"), "--json", "--what-if", "failures=0/day"]
+    assert run_command(cli, asked) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["ett_percent"] == 75.0
-    assert found["attempts"][0]["parts"]["start_up"] == 1.0
-    assert (found["batches_repeated"], found["lost_batches"]) == (0, 0)
+    assert found["ett_percent"] == pytest.approx(100 * 120 / 154)
+    assert found["attempts"][1]["areas"]["training_repeated"] == 20.0
+    assert (found["batches_repeated"], found["lost_batches"]) == (2, 0)
+    assert [loss["area"] for loss in found["losses"]] == [
+        *("training_repeated", "between_attempts", "restore")
+    ]
+    assert found["advice"]["interval_steps"] == 2
+    assert found["what_if"]["ett_percent_then"] > found["what_if"]["ett_percent_model"]
+
+    script_a_run(tmp_path / "b")
+    assert run_command(cli, ["ett", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "2 runs: ETT 77.9%" in capsys.readouterr().out
+    assert run_command(cli, ["ett", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ett_percent"] == pytest.approx(100 * 120 / 154)
+    assert len(found["runs"]) == 2
 
 
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         (["ett", "{tmp}/none"], 3, "no ledger under events/"),
+        (["ett", "{tmp}", "--what-if", "block=3"], 2, "block='3': give a duration such as 0.5s"),
         (["train", "--config", "{tmp}/none.toml"], 3, "no such file"),
         (["train", "--config", str(EXAMPLE), "--set", "run.epoch=1"], 2, "unknown setting 'epoch'"),
         (["train", "--config", str(EXAMPLE), "--set", "epochs"], 2, "write section.key=value"),

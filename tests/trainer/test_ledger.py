@@ -19,16 +19,16 @@ def test_times_count_from_the_process_creation(tmp_path: Path) -> None:
     clock.advance(2.0)
     ledger.open(tmp_path / "events" / "a.jsonl")
     clock.advance(0.25)
-    ledger.record("step", step=1, position=1)
+    ledger.record("saved", step=1, blocked_s=0.5)
     ledger.close()
     events = read_ledger(tmp_path / "events" / "a.jsonl")
     assert events == [
         {"event": "process", "t": 3.0, "created_at_s": 1_000_497.0, "rank": 0},
-        {"event": "step", "t": 5.25, "step": 1, "position": 1},
+        {"event": "saved", "t": 5.25, "step": 1, "blocked_s": 0.5},
     ]
 
 
-def test_every_event_is_on_disk_before_record_returns(tmp_path: Path) -> None:
+def test_a_kill_loses_no_event_and_no_step(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     code = (
         "import os, signal, sys\n"
@@ -37,20 +37,89 @@ def test_every_event_is_on_disk_before_record_returns(tmp_path: Path) -> None:
         "ledger = Ledger()\n"
         "ledger.record('process', created_at_s=ledger.created_at_s)\n"
         "ledger.open(Path(sys.argv[1]))\n"
-        "for n in range(100): ledger.record('step', step=n, position=n)\n"
+        "for n in range(1, 101): ledger.stepped(n, 3 * n)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert [e["step"] for e in read_ledger(path)[1:]] == list(range(100))
+    first, rest = read_ledger(path)[1:]
+    assert [(e["step"], e["position"]) for e in (first, rest)] == [(1, 3), (100, 300)]
+    assert rest["begin"] == first["t"]
+
+
+def test_steps_share_a_line_until_something_else_happens_or_ten_seconds_have_passed(
+    tmp_path: Path,
+) -> None:
+    clock, path = FakeClock(), tmp_path / "a.jsonl"
+    ledger = Ledger(clock, 0.0)
+    ledger.record("process", created_at_s=0.0)
+    ledger.open(path)
+
+    def step(number: int) -> None:
+        clock.advance(1.0)
+        ledger.stepped(number, number)
+
+    clock.advance(1.0)
+    ledger.record("restored", step=0, position=0, epoch=None)
+    with ledger.span("get_first_batch_data"):
+        clock.advance(2.0)
+    with ledger.span("pt2_compilation"):
+        clock.advance(1.0)
+    step(1)
+    ledger.waited("data", 0.25)
+    ledger.waited("slot", 0.125)
+    step(2)
+    ledger.waited("data", 0.25)
+    ledger.waited("fence", 0.0625)
+    ledger.record("save_committed", step=1)  # told by another thread, inside of step 3
+    step(3)
+    for n in range(4, 15):
+        ledger.waited("overlay", 0.5)
+        step(n)
+    names = ("begin", "t", "step", "position", "data_s", "overlay_s", "fence_s", "slot_s")
+    assert [tuple(e[n] for n in names) for e in read_ledger(path) if e["event"] == "steps"] == [
+        # The first step has a line of its own, and begins after what came before: not the compilation.
+        (3.0, 5.0, 1, 1, 0.0, 0.0, 0.0, 0.0),
+        (5.0, 6.0, 2, 2, 0.25, 0.0, 0.0, 0.125),
+        (6.0, 16.0, 12, 12, 0.25, 4.5, 0.0625, 0.0),
+        (16.0, 18.0, 14, 14, 0.0, 1.0, 0.0, 0.0),
+    ]
+
+
+def test_what_came_before_the_session_follows_its_event(tmp_path: Path) -> None:
+    ledger = Ledger(FakeClock(), 0.0)
+    with ledger.span("device_init"):
+        pass
+    ledger.record("process", created_at_s=0.0)
+    ledger.open(tmp_path / "a.jsonl")
+    names = [e["event"] for e in read_ledger(tmp_path / "a.jsonl")]
+    assert names == ["process", "span_begin", "span_end"]
+
+
+def test_the_interpreters_end_is_recorded_after_the_ledger_was_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from trainer.ledger import Ledger\n"
+        "ledger = Ledger()\n"
+        "ledger.record('process', created_at_s=ledger.created_at_s)\n"
+        "ledger.open(Path(sys.argv[1]))\n"
+        "ledger.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert [e["event"] for e in read_ledger(path)] == ["process", "exited"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
-        '{"event":"process","t":1,"created_at_s":0}\n{"event":"step","t":2,"step":1,"position":1}\n{"event":"st'
+        '{"event":"process","t":1,"created_at_s":0}\n{"event":"nap","t":2}\n{"event":"closed","t":2}\n{"event":"st'
     )
-    assert [e["event"] for e in read_ledger(path)] == ["process", "step"]
+    assert [e["event"] for e in read_ledger(path)] == [
+        "process",
+        "closed",
+    ]  # a nap is from a later version
     path.write_text("")
     assert read_ledger(path) == []
 
@@ -59,7 +128,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"event":"process","t":1,"created_at_s":0}\n{"eve\n', r"a\.jsonl:2: not a ledger event"),
-        ('{"event":"process","t":1,"created_at_s":0}\n{"event":"nap","t":2}\n', r"a\.jsonl:2"),
+        ('{"event":"process","t":1,"created_at_s":0}\n{"nap":2}\n', r"a\.jsonl:2"),
         ('{"event":"process","t":"x"}\n', r"a\.jsonl:1"),
         ("[1]\n", r"a\.jsonl:1"),
         ('{"event":"closed","t":1}\n', r"begins with .closed."),
@@ -89,9 +158,9 @@ def test_a_full_disk_silences_it_once_and_training_goes_on(
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
     with caplog.at_level(logging.WARNING, "sidestage"):
-        ledger.record("step", step=1, position=1)
+        ledger.stepped(1, 1)
         monkeypatch.setattr(os, "write", real)
-        ledger.record("step", step=2, position=2)
+        ledger.stepped(2, 2)
     ledger.close()
     assert [r.message for r in caplog.records] == [
         "the ledger is incomplete from here on: no space left"
@@ -99,7 +168,7 @@ def test_a_full_disk_silences_it_once_and_training_goes_on(
     assert [e["event"] for e in read_ledger(tmp_path / "a.jsonl")] == ["process"]
 
 
-def test_copies_the_ends_of_saves(tmp_path: Path) -> None:
+def test_copies_the_ends_of_saves_and_waits(tmp_path: Path) -> None:
     ledger = Ledger(FakeClock(), 0.0)
     sink = SaveEvents(ledger)
     ledger.record("process", created_at_s=0.0)
@@ -107,8 +176,12 @@ def test_copies_the_ends_of_saves(tmp_path: Path) -> None:
     sink.emit("save_staged", step=5, blocked_s=0.1)
     sink.emit("save_committed", step=5, epoch=2)
     sink.emit("save_failed", step=6, error="no space")
+    sink.emit("trainer_waited", why="fence", wait_s=0.5)
+    ledger.stepped(7, 7)
     ledger.close()
-    assert read_ledger(tmp_path / "a.jsonl")[1:] == [
+    *ends, steps = read_ledger(tmp_path / "a.jsonl")[1:]
+    assert steps["fence_s"] == 0.5
+    assert ends == [
         {"event": "save_committed", "t": 0.0, "step": 5},
         {"event": "save_failed", "t": 0.0, "step": 6, "error": "no space"},
     ]

@@ -105,7 +105,7 @@ def test_the_account_shows_three_repeated_batches(runs: Runs) -> None:
     assert (found.batches_repeated, found.lost_batches) == (3, 0)
     assert 0 < found.ett_percent < 100
     for attempt in found.attempts:
-        assert sum(attempt.parts.values()) == pytest.approx(attempt.wall_s, abs=1e-3)
+        assert sum(attempt.areas.values()) == pytest.approx(attempt.wall_s, abs=1e-3)
 
 
 def test_commits_form_one_lineage(runs: Runs) -> None:

@@ -167,13 +167,14 @@ def test_keeps_a_ledger(tmp_path: Path) -> None:
         with session.evaluating():
             pass
     events = read_ledger(tmp_path / ledger_key(1, 0))
-    names = [e["event"] for e in events if e["event"] != "save_committed"]
-    assert names == [
-        *("process", "restored", "first_batch", "step", "step", "saved", "step", "step", "saved"),
-        *("span_begin", "span_end", "closed"),
+    told = [e.get("name", e["event"]) for e in events if e["event"] != "span_end"]
+    assert [name for name in told if name != "save_committed"] == [
+        *("process", "restore", "pre_train", "restored", "get_first_batch_data"),
+        *("steps", "steps", "blocked_in_save", "saved", "steps", "blocked_in_save", "saved"),
+        *("evaluation", "closing", "shutdown", "closed"),
     ]
     assert [e["step"] for e in events if e["event"] == "save_committed"] == [2, 4]
-    assert [e["position"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
+    assert [e["position"] for e in events if e["event"] == "steps"] == [1, 2, 4]
     assert (events[0]["batch_size"], events[0]["world_size"]) == (10, 1)
     again = Loop()
     with again.session(tmp_path) as session:
@@ -193,8 +194,8 @@ def test_counts_blocked_time_on_the_given_clock(tmp_path: Path) -> None:
             if session.steps == 4:
                 break
     (attempt,) = read_report(tmp_path).attempts
-    assert attempt.parts["training_new"] == pytest.approx(4.0)
-    assert attempt.parts["blocked_in_save"] == 0.0
+    assert attempt.areas["training_new"] == pytest.approx(4.0)
+    assert attempt.areas["blocked_in_save"] == 0.0
 
 
 def test_refuses_a_checkpoint_of_another_batch_size(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_the_ledger_of_a_root_that_cannot_be_appended_to_is_copied_there(
 
     # A killed attempt leaves a longer file in the spool than it had copied: the next one copies it.
     with spooled.open("ab") as fh:
-        fh.write(b'{"event":"step","t":99.0,"step":4,"position":4}\n')
+        fh.write(b'{"event":"closed","t":99.0}\n')
     again = Loop()
     with Session(storage, again.state, again.reader, save_every=2):
         assert storage.read(ledger_key(1, 0)) == spooled.read_bytes()

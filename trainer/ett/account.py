@@ -1,224 +1,166 @@
-"""Effective training time: which share of the wall time a run spent on data it had not seen.
+"""Puts the attempts of a run one after the other, and says where all of the wall time went.
 
-ETT% is the time of training steps on new batches, over the time from the first process's
-creation to the last event, gaps between attempts included ("Optimizing Effective Training Time
-for Large-Scale Recommendation Systems", arXiv 2610.02057). A batch that an earlier attempt had
-trained on already is repeated: waste. Launcher and scheduler time before the first process
-is not seen from here.
+ETT% is the time of training steps on new batches, over all wall time between the job's first sign
+and its last, gaps between attempts included ("Optimizing Effective Training Time for Large-Scale
+Recommendation Systems", arXiv 2610.02057). A batch that an attempt had trained on before is
+repeated: waste.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from ckpt.errors import NotFoundError
-from ckpt.layout import EVENTS as EVENTS_PREFIX
-from ckpt.layout import ledger_key
-from ckpt.storage import open_storage
-from trainer.ledger import parse_ledger
+from trainer.ett.measured import measure
+from trainer.ett.partition import partition
+from trainer.ett.positions import Trained
+from trainer.ett.records import AREAS, Area, AttemptTime, RunReport, Segment, Stage
+from trainer.ett.timeline import Events, Timeline, timeline
 
-Part = Literal[
-    "start_up",
-    "restore",
-    "first_batch",
-    "training_new",
-    "training_repeated",
-    "blocked_in_save",
-    "evaluation",
-    "shutdown",
-    "unaccounted",
-]
-PARTS: tuple[Part, ...] = get_args(Part)
-
-Events = Sequence[Mapping[str, Any]]
-_KEY = re.compile(re.escape(EVENTS_PREFIX) + r"(\d{6,})/r(\d{5,})\.jsonl")
-_CLOSES: Mapping[str, Part] = {
-    "process": "start_up",
-    "restored": "restore",
-    "first_batch": "first_batch",
-    "saved": "blocked_in_save",
-    "span_begin": "unaccounted",
-    "closed": "shutdown",
-}
-_SPANS: Mapping[str, Part] = {"evaluation": "evaluation"}
+_WORTH_SAYING_S = 0.05
+_RECOVERED_FROM = ("failed", "preempted")
 
 
-@dataclass(frozen=True)
-class AttemptTime:
-    """One attempt. `parts` add up to `wall_s`.
+def report(attempts: Mapping[int, Mapping[int, Events]], root: str = "") -> RunReport:
+    """Account for a run. `attempts`: epoch -> rank -> its events, one attempt at least."""
+    newest = max(attempts)
+    found = [timeline(e, ranks, newest=e == newest) for e, ranks in sorted(attempts.items())]
+    notes = [note for t in found for note in t.notes]
+    lines, skew = _one_after_the_other(found)
+    notes += skew
 
-    batches_new, batches_repeated: global batches trained here, first time or again.
-    lost_batches: batches between what the commit had trained on and where this attempt began.
-    """
-
-    epoch: int
-    started_at_s: float
-    wall_s: float
-    parts: Mapping[Part, float]
-    resumed_step: int | None
-    last_step: int
-    batches_new: int
-    batches_repeated: int
-    lost_batches: int
-    commits: int
-    failed_saves: int
-    skipped_saves: int
-    max_blocked_s: float
-
-
-@dataclass(frozen=True)
-class EttReport:
-    """The whole run. The attempts' wall times and `between_attempts_s` add up to `wall_s`."""
-
-    attempts: tuple[AttemptTime, ...]
-    wall_s: float
-    between_attempts_s: float
-    ett_percent: float
-
-    @property
-    def batches_repeated(self) -> int:
-        return sum(a.batches_repeated for a in self.attempts)
-
-    @property
-    def lost_batches(self) -> int:
-        return sum(a.lost_batches for a in self.attempts)
-
-
-@dataclass(frozen=True)
-class _Interval:
-    """Seconds since 1970, and the batches trained in them: (first, last] by position."""
-
-    begin_s: float
-    end_s: float
-    event: str
-    part: Part
-    batches: tuple[int, int] | None = None
-
-
-def read_report(root: str | Path) -> EttReport:
-    """Read the ledgers of all attempts and ranks under a root, or under a ledger folder.
-
-    NotFoundError without any, CorruptError naming the file that is broken.
-    """
-    storage = open_storage(str(root))
-    attempts: dict[int, dict[int, Events]] = {}
-    for info in storage.list(EVENTS_PREFIX):
-        m = _KEY.fullmatch(info.key)
-        if m is None or ledger_key(int(m[1]), int(m[2])) != info.key:
-            continue
-        if events := parse_ledger(storage.read(info.key), f"{storage.url}/{info.key}"):
-            attempts.setdefault(int(m[1]), {})[int(m[2])] = events
-    if not attempts:
-        raise NotFoundError(
-            f"{root}: no ledger under {EVENTS_PREFIX}; name the root, or the ledger folder, of a run "
-            f"that a trainer.Session has kept"
-        )
-    return report(attempts)
-
-
-def report(attempts: Mapping[int, Mapping[int, Events]]) -> EttReport:
-    """Account for a run. `attempts`: epoch -> rank -> its events."""
+    trained = Trained()
     done: list[AttemptTime] = []
-    trained_to = 0  # every batch before this position has been trained on at least once
-    positions: dict[int, dict[int, int]] = {}  # epoch -> step -> position after it
-    cursor_s = between_s = 0.0
-    first_s: float | None = None
-    for epoch, ranks in sorted(attempts.items()):
-        events = ranks[min(ranks)]  # one rank tells the story; the others only how long it lasted
-        starts = [e[0]["created_at_s"] for e in ranks.values()]
-        ends = [e[0]["created_at_s"] + e[-1]["t"] for e in ranks.values()]
-        intervals = list(_intervals(events, min(starts), max(ends)))
-        if first_s is None:
-            first_s = cursor_s = intervals[0].begin_s
-        between_s += max(0.0, intervals[0].begin_s - cursor_s)
-        attempt, trained_to = _account(epoch, events, intervals, (cursor_s, trained_to, positions))
-        cursor_s = max(cursor_s, intervals[-1].end_s)
-        positions[epoch] = {e["step"]: e["position"] for e in _named(events, "step", "restored")}
-        done.append(attempt)
-    assert first_s is not None, "called with at least one attempt"
-    wall_s = cursor_s - first_s
-    new_s = sum(a.parts["training_new"] for a in done)
-    percent = min(100.0, max(0.0, 100.0 * new_s / wall_s)) if wall_s > 0 else 0.0
-    return EttReport(tuple(done), wall_s, between_s, percent)
+    for line in lines:
+        done.append(_attempt(line, lines[: len(done)], done[-1] if done else None, trained))
+    areas = _sums(s for a in done for s in a.segments)
+    areas["between_attempts"] += sum(
+        max(0.0, b.started_at_s - a.ended_at_s) for a, b in itertools.pairwise(done)
+    )
+    wall_s = done[-1].ended_at_s - done[0].started_at_s
+    failures = sum(a.ended == "failed" for a in done)
+    for before, after in itertools.pairwise(lines):
+        if (unseen := after.restarts - before.restarts - 1) > 0 and before.ended == "failed":
+            failures += unseen
+            notes.append(
+                f"{unseen} starts between attempts {before.epoch} and {after.epoch} ended before they had "
+                f"a ledger; they count as failures, and their time as between attempts"
+            )
+    preemptions = sum(a.ended == "preempted" for a in done)
+    recovered = [
+        b.time_to_recover_s
+        for a, b in itertools.pairwise(done)
+        if a.ended in _RECOVERED_FROM and b.time_to_recover_s is not None
+    ]
+    share = areas["training_new"] / wall_s if wall_s > 0 else 0.0
+    return RunReport(
+        root=root,
+        attempts=tuple(done),
+        wall_s=wall_s,
+        areas=areas,
+        ett_percent=100 * min(1.0, max(0.0, share)),
+        failures=failures,
+        preemptions=preemptions,
+        time_to_start_s=done[0].time_to_start_s,
+        time_to_recover_s=sum(recovered) / len(recovered) if recovered else None,
+        measured=measure(done, lines, wall_s, failures + preemptions),
+        notes=tuple(notes),
+    )
 
 
-def _named(events: Events, *names: str) -> Iterator[Mapping[str, Any]]:
-    return (e for e in events if e["event"] in names)
-
-
-def _intervals(events: Events, start_s: float, end_s: float) -> Iterator[_Interval]:
-    """Cut an attempt's time at its events; [start_s, end_s] is when any of its ranks lived."""
-    created = events[0]["created_at_s"]
-    if start_s < created:
-        yield _Interval(start_s, created, "process", "start_up")
-    at = created
-    position = 0
-    for e in events:
-        name, then = e["event"], max(at, created + e["t"])
-        if name == "restored":
-            position = int(e["position"])
-        if name == "step":
-            trained = (position, int(e["position"]))
-            position = trained[1]
-            yield _Interval(at, then, name, "training_new", trained)
-        elif name == "span_end":
-            yield _Interval(at, then, name, _SPANS.get(e.get("name", ""), "unaccounted"))
-        elif name in _CLOSES:
-            yield _Interval(at, then, name, _CLOSES[name])
-        else:
-            continue  # told by another thread: it ends no interval of the training thread
-        at = then
-    if at < end_s:
-        yield _Interval(at, end_s, "closed", "shutdown")
-
-
-def _account(
-    epoch: int,
-    events: Events,
-    intervals: Sequence[_Interval],
-    before: tuple[float, int, Mapping[int, Mapping[int, int]]],
-) -> tuple[AttemptTime, int]:
-    """Sum up one attempt. `before`: (end of the attempts before it, batches trained, positions)."""
-    floor_s, trained_to, positions = before
-    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    new = repeated = 0
-    reached = trained_to
-    for i in intervals:
-        # Wall clocks may disagree: time that an earlier attempt has been given isn't given again.
-        seconds = max(0.0, i.end_s - max(i.begin_s, floor_s))
-        if i.batches is None:
-            parts[i.part] += seconds
+def _one_after_the_other(found: Sequence[Timeline]) -> tuple[list[Timeline], list[str]]:
+    """Lay attempts out so that none begins before the one before it has ended."""
+    lines: list[Timeline] = []
+    notes: list[str] = []
+    for line in found:
+        if not lines:
+            first_s = line.before[0].begin_s if line.before else line.start_s
+            lines.append(replace(line, start_s=first_s))
             continue
-        total = i.batches[1] - i.batches[0]
-        fresh = max(0, i.batches[1] - max(i.batches[0], trained_to))
-        share = fresh / total if total > 0 else 0.0
-        parts["training_new"] += seconds * share
-        parts["training_repeated"] += seconds * (1 - share)
-        new, repeated = new + fresh, repeated + total - fresh
-        reached = max(reached, i.batches[1])
-    restored = next(_named(events, "restored"), None)
-    resumed = restored is not None and restored.get("epoch") is not None
+        before = lines[-1]
+        if line.first_event_s < before.end_s:
+            # A process may outlive its session, even into the next session that it runs.
+            end_s = max(before.alive_s, min(before.end_s, line.first_event_s))
+            before = lines[-1] = replace(before, end_s=end_s)
+        if line.first_event_s < before.end_s:
+            by_s = before.end_s - line.start_s
+            line = line.moved(by_s)  # noqa: PLW2901
+            if by_s > _WORTH_SAYING_S:
+                notes.append(
+                    f"attempt {line.epoch} begins {by_s:.1f} s before attempt {before.epoch} ends: their "
+                    f"hosts' clocks disagree, or the older one was still alive; it was moved that much later"
+                )
+        first_s = line.before[0].begin_s if line.before else line.start_s
+        lines.append(replace(line, start_s=max(first_s, before.end_s)))
+    return lines, notes
+
+
+def _attempt(
+    line: Timeline, earlier: Sequence[Timeline], before: AttemptTime | None, trained: Trained
+) -> AttemptTime:
+    new = repeated = 0
+
+    def fresh(first: int, last: int) -> int:
+        nonlocal new, repeated
+        count = trained.add(first, last)
+        new, repeated = new + count, repeated + last - first - count
+        return count
+
+    segments = partition(line, fresh)
+    resumed = line.restored is not None and line.restored.get("epoch") is not None
     lost = 0
-    if restored is not None and resumed:
-        at_commit = positions.get(restored["epoch"], {}).get(restored["step"])
-        lost = 0 if at_commit is None else max(0, int(restored["position"]) - at_commit)
-    began_s = max(intervals[0].begin_s, floor_s)
+    if resumed and line.restored is not None:
+        at = {e.epoch: e.at_step for e in earlier}.get(int(line.restored["epoch"]), {})
+        step, position = int(line.restored["step"]), int(line.restored["position"])
+        lost = max(0, position - at.get(step, position))
+    first_step_s = line.steps[0].end_s if line.steps else None
+    queued_s = sum(s.end_s - s.begin_s for s in segments if s.area == "scheduling")
+    trained_s = _first_new_s(line, segments)
     return AttemptTime(
-        epoch=epoch,
-        started_at_s=began_s,
-        wall_s=max(0.0, intervals[-1].end_s - began_s),
-        parts=parts,
-        resumed_step=int(restored["step"]) if restored is not None and resumed else None,
-        last_step=max((e["step"] for e in _named(events, "step", "restored")), default=0),
+        epoch=line.epoch,
+        started_at_s=line.start_s,
+        ended_at_s=line.end_s,
+        ended=line.ended,
+        ranks=line.ranks,
+        world_size=line.world_size,
+        areas=_sums(segments),
+        segments=segments,
+        stages=_stages(line, first_step_s),
+        saves=line.saves,
+        resumed_step=int(line.restored["step"]) if resumed and line.restored else None,
+        last_step=line.last_step,
         batches_new=new,
         batches_repeated=repeated,
         lost_batches=lost,
-        commits=len(list(_named(events, "save_committed"))),
-        failed_saves=len(list(_named(events, "save_failed"))),
-        skipped_saves=len(list(_named(events, "save_skipped"))),
-        max_blocked_s=max((e["blocked_s"] for e in _named(events, "saved")), default=0.0),
-    ), reached
+        samples_repeated=repeated * line.batch_size,
+        time_to_start_s=None
+        if first_step_s is None
+        else max(0.0, first_step_s - line.start_s - queued_s),
+        time_to_recover_s=None
+        if before is None or trained_s is None
+        else max(0.0, trained_s - before.ended_at_s),
+    )
+
+
+def _first_new_s(line: Timeline, segments: Sequence[Segment]) -> float | None:
+    """When the first step on a new batch had ended."""
+    first = next((s for s in segments if s.area == "training_new"), None)
+    if first is None:
+        return None
+    around = next(s for s in line.steps if s.end_s > first.begin_s)
+    one_s = (around.end_s - around.begin_s) / max(1, around.count)
+    return min(around.end_s, first.begin_s + one_s)
+
+
+def _stages(line: Timeline, first_step_s: float | None) -> tuple[Stage, ...]:
+    until_s = line.end_s if first_step_s is None else first_step_s
+    named = [Stage(s.name, s.begin_s, s.end_s) for s in line.spans if s.begin_s < until_s]
+    return (*line.before, *named)
+
+
+def _sums(segments: Iterable[Segment]) -> dict[Area, float]:
+    areas: dict[Area, float] = dict.fromkeys(AREAS, 0.0)
+    for s in segments:
+        areas[s.area] += s.end_s - s.begin_s
+    return areas

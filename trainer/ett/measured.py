@@ -1,0 +1,80 @@
+"""What a run shows about its own saves and failures: the numbers that advice is made from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from trainer.ett.records import AttemptTime, Measured
+from trainer.ett.timeline import Steps, Timeline
+
+_DAY_S = 86400.0
+_FEWEST_STEPS = 10  # with and without a save being written, to tell what that costs
+
+
+def measure(
+    done: Sequence[AttemptTime], lines: Sequence[Timeline], wall_s: float, failures: int
+) -> Measured:
+    saves = [s for a in done for s in a.saves if s.outcome != "skipped"]
+    lags_s = [s.committed_at_s - s.at_s for s in saves if s.committed_at_s is not None]
+    calm_s, busy_s, busy_steps = _paces(lines)
+    trained_s = sum(a.areas["training_new"] + a.areas["training_repeated"] for a in done)
+    regular = sum(1 for line in lines for s in line.saves if s.at_s < line.shutdown_s)
+    waited_s = sum(a.areas["overlay_pressure"] + a.areas["blocked_in_save"] for a in done)
+    slower_s = max(0.0, (busy_s - calm_s) * busy_steps) if calm_s and busy_s else 0.0
+    steps = sum(s.count for line in lines for s in line.steps)
+    recovers_s = [
+        a.time_to_recover_s - _repeated_before_new_s(a)
+        for before, a in itertools.pairwise(done)
+        if a.time_to_recover_s is not None and before.ended in ("failed", "preempted")
+    ]
+    return Measured(
+        block_s=(waited_s + slower_s) / len(saves) if saves else None,
+        lag_s=sum(lags_s) / len(lags_s) if lags_s else None,
+        interval_s=trained_s / regular if regular and trained_s > 0 else None,
+        step_s=calm_s or (trained_s / steps if steps and trained_s > 0 else None),
+        failures_per_day=failures * _DAY_S / wall_s if failures and wall_s > 0 else None,
+        recover_s=max(0.0, sum(recovers_s) / len(recovers_s)) if recovers_s else None,
+    )
+
+
+def _paces(lines: Sequence[Timeline]) -> tuple[float, float, int]:
+    """Seconds a step without a save being written and with one (0: not shown), and how many of these.
+
+    Lines of steps end where saves begin and where they commit, so each is on one side.
+    """
+    seconds, counts = [0.0, 0.0], [0, 0]
+    for line in lines:
+        ends = [s for s in line.saves if s.committed_at_s is not None]
+        for steps in line.steps[1:]:  # the first one warms up
+            middle_s = (steps.begin_s + steps.end_s) / 2
+            while ends and (ends[0].committed_at_s or 0.0) < middle_s:
+                ends.pop(0)
+            busy = bool(ends) and ends[0].at_s <= middle_s
+            seconds[busy] += _net_s(line, steps)
+            counts[busy] += steps.count
+    if min(counts) < _FEWEST_STEPS:
+        return (seconds[0] / counts[0] if counts[0] >= _FEWEST_STEPS else 0.0), 0.0, counts[1]
+    return seconds[0] / counts[0], seconds[1] / counts[1], counts[1]
+
+
+def _net_s(line: Timeline, steps: Steps) -> float:
+    """Time of these steps without spans and waits in them."""
+    # Spans of one thread nest: adding those that aren't inside another one counts none twice.
+    spans_s, at_s = 0.0, steps.begin_s
+    for s in line.main_spans_in(steps.begin_s, steps.end_s):
+        if s.end_s > at_s:
+            spans_s += min(s.end_s, steps.end_s) - max(s.begin_s, at_s)
+            at_s = s.end_s
+    waits_s = steps.data_s + steps.pressure_s
+    return max(0.0, steps.end_s - steps.begin_s - spans_s - waits_s)
+
+
+def _repeated_before_new_s(attempt: AttemptTime) -> float:
+    total_s = 0.0
+    for s in attempt.segments:
+        if s.area == "training_new":
+            break
+        if s.area == "training_repeated":
+            total_s += s.end_s - s.begin_s
+    return total_s
