@@ -47,14 +47,18 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
 
         torchrun --nproc-per-node 2 --max-restarts 3 -m trainer.cli train --config FILE
     """
-    from trainer.config import load_config
-    from trainer.quiet import quiet_libraries
+    from trainer.ledger import Ledger
 
-    config = load_config(config_path, overrides)
-    quiet_libraries()
-    from trainer.train import train as run
+    ledger = Ledger()  # before anything that takes time
+    with ledger.span("imports"):
+        from trainer.config import load_config
+        from trainer.quiet import quiet_libraries
 
-    run(config, click.echo)
+        config = load_config(config_path, overrides)
+        quiet_libraries()
+        from trainer.train import train as run
+
+    run(config, click.echo, ledger)
 
 
 @cli.command()

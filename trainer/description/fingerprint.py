@@ -37,7 +37,8 @@ from trainer.description.shadow import unwrap
 _FORMAT = 1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Of nn.Module itself: written down apart, or without a part in a forward pass in eval mode.
-_OWN = frozenset(vars(nn.Module())) | {"_forward_module_name", "_non_persistent_buffers_set"}
+# `_compiled_call_impl` is where nn.Module.compile() puts what runs in training; an exporter takes forward.
+_OWN = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # Chooses initial values and training, not what is served. It may hold functions.
 _OF_TRAINING = ("init_fn", "weight_init_max", "weight_init_min")
 # Placements of shards are `_remote_device`s.
