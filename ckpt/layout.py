@@ -119,6 +119,11 @@ def description_prefix(description_id: str) -> str:
     return f"{DESCRIPTIONS}{description_id}/"
 
 
+def export_key(fingerprint: str) -> str:
+    """Record of which description an export with this fingerprint has led to."""
+    return f"{SERVING}exports/{fingerprint}.json"
+
+
 def code_key(sha256_hex: str, suffix: str) -> str:
     """Code artifacts are named by content: what is trusted can't change under its name."""
     return f"{CODE}{sha256_hex}{suffix}"

@@ -43,14 +43,42 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
 
         torchrun --nproc-per-node 2 --max-restarts 3 -m trainer.cli train --config FILE
     """
-    from trainer.config import load_config
-    from trainer.quiet import quiet_libraries
+    from trainer.ledger import Ledger
 
-    config = load_config(config_path, overrides)
-    quiet_libraries()
-    from trainer.train import train as run
+    ledger = Ledger()  # before anything that takes time
+    with ledger.span("imports"):
+        from trainer.config import load_config
+        from trainer.quiet import quiet_libraries
 
-    run(config, click.echo)
+        config = load_config(config_path, overrides)
+        quiet_libraries()
+        from trainer.train import train as run
+
+    run(config, click.echo, ledger)
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[--preload MODULE]... [TORCHRUN OPTIONS]",
+)
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="Import this before workers are forked, instead of the reference trainer; may be repeated.",
+)
+@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
+def launch(preload: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+    """Run torchrun's command line, with workers that needn't import torch at each restart.
+
+        trainer launch --standalone --nproc-per-node 2 --max-restarts 3 -m trainer.cli train --config FILE
+
+    Any training program can be given, as to torchrun.
+    """
+    from trainer.launcher import PRELOAD
+    from trainer.launcher import launch as run
+
+    run(arguments, preload or PRELOAD)
 
 
 @cli.command()

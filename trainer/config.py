@@ -25,6 +25,7 @@ class RunConfig:
     result: a JSON file for the figures of the run, written by rank 0 at the end.
     ledger: a local folder for the ledger; default is the root itself, or a spool of this host.
     elastic: permit a restore at another world size than that of the checkpoint.
+    serial_start: start stage by stage on one thread, always in the same order, to find a defect.
     """
 
     root: str = ""
@@ -36,6 +37,7 @@ class RunConfig:
     result: str | None = None
     ledger: str | None = None
     elastic: bool = False
+    serial_start: bool = False
 
     def __post_init__(self) -> None:
         if not self.root:

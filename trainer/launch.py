@@ -26,6 +26,22 @@ class Place:
     device: torch.device
 
 
+def take_device(device: str) -> torch.device:
+    """This rank's device, made the current one of this thread, with its context created.
+
+    Args:
+        device: "cpu", "cuda" (one device a rank), or "auto" for CUDA where it is.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("[run] device = 'cuda': this process sees no CUDA device; use 'cpu'")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    _, _, local_rank = launched_place() or (0, 1, 0)
+    torch.cuda.set_device(local_rank)
+    torch.zeros(1, device="cuda")  # the context takes seconds, and is made by the first use
+    return torch.device("cuda", local_rank)
+
+
 @contextmanager
 def joined(device: str) -> Iterator[Place]:
     """Join the process group that torchrun prepared, or make one of a single process.
@@ -33,13 +49,9 @@ def joined(device: str) -> Iterator[Place]:
     Args:
         device: "cpu", "cuda" (with NCCL, one device a rank), or "auto" for CUDA where it is.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadInputError("[run] device = 'cuda': this process sees no CUDA device; use 'cpu'")
-    cuda = device != "cpu" and torch.cuda.is_available()
-    rank, world_size, local_rank = launched_place() or (0, 1, 0)
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    backend = "nccl" if cuda else "gloo"
+    mine = take_device(device)
+    rank, world_size, _ = launched_place() or (0, 1, 0)
+    backend = "nccl" if mine.type == "cuda" else "gloo"
     if launched_place() is None:
         dist.init_process_group(backend, store=_HASH_STORE(), rank=0, world_size=1)
     elif (address := agent_store_address()) is not None:
@@ -48,7 +60,7 @@ def joined(device: str) -> Iterator[Place]:
     else:
         dist.init_process_group(backend)
     try:
-        yield Place(rank, world_size, torch.device("cuda", local_rank) if cuda else _CPU)
+        yield Place(rank, world_size, mine)
     except RuntimeError as e:
         if not lost_a_peer(e):
             raise
@@ -86,7 +98,6 @@ def _store_of_this_life(host: str, port: int) -> Any:
     return _PREFIX_STORE(f"restart-{restart_count()}", _TCP_STORE(host, port, is_master=False))
 
 
-_CPU = torch.device("cpu")
 # Exported by torch.distributed, but not for type checkers.
 _HASH_STORE: Any = vars(dist)["HashStore"]
 _TCP_STORE: Any = vars(dist)["TCPStore"]

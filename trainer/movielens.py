@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ HELD_OUT = 0.1
 
 _AGE_BOUNDS = (18, 25, 35, 45, 50, 56)
 _FIRST_YEAR = 1921  # year ids start at 1; 0 stands for unknown
+_RATINGS_HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
 _INSTALL = "install it with `pip install --no-deps recbole==1.2.1`, or set [data] folder"
 
 
@@ -55,12 +55,7 @@ class Samples:
 
     def take(self, index: Tensor) -> Samples:
         """The samples at `index`, int64 (m,), in that order."""
-        starts = torch.cumsum(self.genre_lengths, 0) - self.genre_lengths
-        lengths = self.genre_lengths[index]
-        # Position of each genre id: its sample's start, plus how far into that sample it is.
-        ends = torch.cumsum(lengths, 0)
-        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
-        where = torch.repeat_interleave(starts[index], lengths) + within
+        where, lengths = _of_lists(self.genre_lengths, index)
         return Samples(
             self.ids[index],
             self.genres[where],
@@ -107,18 +102,20 @@ def load_movielens(folder: Path | None = None) -> MovieLens:
     ratings = ratings[np.argsort(ratings[:, 3], kind="stable")]
     user, item, rating, stamp = ratings.T
 
-    age = np.array([users[u][0] for u in user])
-    year = np.array([items[i] for i in item])
-    hour = np.array([datetime.fromtimestamp(t, UTC).hour for t in stamp])
+    # Facts are looked up once for each user and film, and then laid out over the ratings.
+    each_user, of_user = np.unique(user, return_inverse=True)
+    each_item, of_item = np.unique(item, return_inverse=True)
+    age, gender, occupation = np.array([users[u] for u in each_user])[of_user].T
+    year = np.array([items[i] for i in each_item])[of_item]
     ids = np.stack(
         [
             user,
             item,
             np.digitize(age, _AGE_BOUNDS),
-            [users[u][1] for u in user],
-            [users[u][2] for u in user],
+            gender,
+            occupation,
             np.where(year > 0, np.clip(year - _FIRST_YEAR, 0, 79) + 1, 0),
-            hour,
+            stamp // 3600 % 24,  # the hour in UTC
         ],
         axis=1,
     )
@@ -127,11 +124,14 @@ def load_movielens(folder: Path | None = None) -> MovieLens:
     dense = np.stack(
         [2 * (stamp - stamp.min()) / span - 1, (age - 36) / 12, (known_year - 1990) / 15], axis=1
     )
-    lists = [genre_rows[i] for i in item]
+    lists = [genre_rows[i] for i in each_item]
+    in_lists = torch.tensor([g for row in lists for g in row], dtype=torch.int64)
+    list_lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
+    where, genre_lengths = _of_lists(list_lengths, torch.from_numpy(of_item))
     samples = Samples(
         ids=torch.from_numpy(ids.astype(np.int64)),
-        genres=torch.tensor([g for row in lists for g in row], dtype=torch.int64),
-        genre_lengths=torch.tensor([len(row) for row in lists], dtype=torch.int64),
+        genres=in_lists[where],
+        genre_lengths=genre_lengths,
         dense=torch.from_numpy(dense.astype(np.float32)),
         labels=torch.from_numpy((rating >= 4).astype(np.float32)),
         event_times_s=torch.from_numpy(stamp.astype(np.int64)),
@@ -165,6 +165,16 @@ def item_mean_scores(train: Samples, items: Tensor, smoothing: float = 2.0) -> T
     count = torch.bincount(item, minlength=size).double()
     high = torch.bincount(item, weights=labels, minlength=size)
     return ((high + smoothing * labels.mean()) / (count + smoothing))[items]
+
+
+def _of_lists(lengths: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in the concatenation of lists those at `index` have their values, and their lengths."""
+    starts = torch.cumsum(lengths, 0) - lengths
+    taken = lengths[index]
+    # Position of each value: its list's start, plus how far into that list it is.
+    ends = torch.cumsum(taken, 0)
+    within = torch.arange(int(taken.sum())) - torch.repeat_interleave(ends - taken, taken)
+    return torch.repeat_interleave(starts[index], taken) + within, taken
 
 
 def _held_out(user: np.ndarray) -> np.ndarray:
@@ -226,8 +236,25 @@ def _read_items(path: Path) -> tuple[dict[int, int], dict[int, list[int]], int]:
     return years, {i: [vocabulary[g] for g in gs] for i, _, gs in rows}, len(vocabulary)
 
 
+def _ratings_at_once(path: Path, users: Container[int], items: Container[int]) -> np.ndarray | None:
+    """What `_read_ratings` returns, in a fifth of its time; None where it has something to object to."""
+    try:
+        header, *lines = path.read_text(encoding="utf-8").splitlines()
+        if header != _RATINGS_HEADER or not lines:
+            return None
+        ratings = np.loadtxt(lines, delimiter="\t", comments=None, ndmin=2).astype(np.int64)
+    except (OSError, ValueError):
+        return None
+    known = all(u in users for u in np.unique(ratings[:, 0])) and all(
+        i in items for i in np.unique(ratings[:, 1])
+    )
+    return ratings if known and ratings.shape == (len(lines), 4) else None
+
+
 def _read_ratings(path: Path, users: Container[int], items: Container[int]) -> np.ndarray:
     """int64 (n, 4): user, film, rating, timestamp in seconds since 1970."""
+    if (quick := _ratings_at_once(path, users, items)) is not None:
+        return quick
     ratings = []
     for n, cells in _rows(path, ("user_id", "item_id", "rating", "timestamp")):
         row = [_int(c, path, n) for c in cells]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,28 @@ import torch
 
 from ckpt.config import restart_count, trust_file
 from ckpt.errors import BadInputError
-from ckpt.storage import open_storage
+from ckpt.storage import Storage, open_storage
 from ckpt.trust import TrustList
 from trainer.config import TrainConfig
-from trainer.description import ServedModel, export_description
+from trainer.description import ServedModel, describe_once
 from trainer.evaluate import progress, score
 from trainer.fault import kill_if_due
-from trainer.launch import Place, joined, seed_generators
+from trainer.launch import Place, joined, seed_generators, take_device
+from trainer.ledger import Ledger
 from trainer.metrics import auc
-from trainer.model import KernelCounters, Training, build_training, scorer_of, to_batch
+from trainer.model import (
+    KernelCounters,
+    Training,
+    build_model,
+    scorer_of,
+    shard_training,
+    to_batch,
+)
 from trainer.movielens import SINGLE_FEATURES, MovieLens, item_mean_scores, load_movielens
 from trainer.proof import write_predictions, write_state
 from trainer.reader import BatchReader
 from trainer.session import Session
+from trainer.startup import Startup
 
 Say = Callable[[str], None]
 
@@ -40,41 +51,129 @@ class _Run:
     training: Training
     reader: BatchReader[Any]
     history: dict[str, Any]
+    baseline: float
+    description_id: str | None
+    storage: Storage
+    ledger: Ledger
     say: Say
 
 
-def train(config: TrainConfig, say: Say = print) -> dict[str, Any]:
+def train(config: TrainConfig, say: Say = print, ledger: Ledger | None = None) -> dict[str, Any]:
     """Train until `epochs` are done, from wherever the root's newest commit is. One call, one attempt.
 
     Collective: call on every rank that torchrun has started, or in a single process.
 
+    ledger: of this process, begun before the packages were imported.
+
     Returns the figures of the run, which rank 0 also writes to `[run] result`.
     """
-    with joined(config.run.device) as place:
-        folder = Path(config.data.folder) if config.data.folder else None
-        data = load_movielens(folder)
-        seed_generators(config.run.seed)
-        training = build_training(config.model, data.rows, place.device, place.world_size)
-        reader = BatchReader(
-            len(data.train),
-            config.data.batch_size,
-            lambda index: to_batch(data.train.take(index)),
-            rank=place.rank,
-            world_size=place.world_size,
-            event_times_s=data.train.event_times_s,
-        )
-        quiet: Say = lambda text: None  # noqa: E731
-        run = _Run(
-            config, place, data, training, reader, {"auc": []}, say if place.rank == 0 else quiet
-        )
-        return _attempt(run)
+    with ExitStack() as stack:
+        return _attempt(_start(config, say, ledger or Ledger(), stack))
+
+
+def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _Run:
+    """Everything up to the session. What doesn't depend on each other is done at the same time."""
+    start = Startup(ledger, threads=not config.run.serial_start)
+    stage = partial(
+        start.stage, main_thread=config.run.device != "cpu"
+    )  # CUDA's device is a thread's
+    start.stage("device_init", lambda: take_device(config.run.device), main_thread=True)
+    stage(
+        "process_group_init",
+        lambda _: stack.enter_context(joined(config.run.device)),
+        after=("device_init",),
+    )
+    start.stage("preproc_creation", lambda: _load(config))
+    start.stage("storage", lambda: open_storage(config.run.root), span="init_plugins")
+    stage(
+        "dense_model",
+        lambda device, data: _build(config, data, device),
+        after=("device_init", "preproc_creation"),
+        span="train_module_creation",
+    )
+    stage(
+        "pt2_compilation",
+        lambda model, data, storage: _compile(config, model, data, storage, ledger),
+        after=("dense_model", "preproc_creation", "storage"),
+    )
+    # Its collectives are the main thread's, as those of training will be.
+    start.stage(
+        "train_module_creation",
+        lambda place, model: shard_training(model, config.model, place.device, place.world_size),
+        after=("process_group_init", "pt2_compilation"),
+        main_thread=True,
+    )
+    start.stage(
+        "reader",
+        lambda place, data: _reader(config, data, place),
+        after=("process_group_init", "preproc_creation"),
+        span="get_first_batch_data",
+    )
+    start.stage("baseline", _item_mean_auc, after=("preproc_creation",), span="preproc_creation")
+    start.stage(
+        "description",
+        lambda place, data, training, storage: _describe(config, place, data, training, storage),
+        after=("process_group_init", "preproc_creation", "train_module_creation", "storage"),
+        main_thread=True,
+        span="init_plugins",
+    )
+    ready = start.run()
+    place: Place = ready["process_group_init"]
+    quiet: Say = lambda text: None  # noqa: E731
+    return _Run(
+        config=config,
+        place=place,
+        data=ready["preproc_creation"],
+        training=ready["train_module_creation"],
+        reader=ready["reader"],
+        history={"auc": []},
+        baseline=ready["baseline"],
+        description_id=ready["description"],
+        storage=ready["storage"],
+        ledger=ledger,
+        say=say if place.rank == 0 else quiet,
+    )
+
+
+def _load(config: TrainConfig) -> MovieLens:
+    return load_movielens(Path(config.data.folder) if config.data.folder else None)
+
+
+def _build(config: TrainConfig, data: MovieLens, device: torch.device) -> Any:
+    seed_generators(config.run.seed)
+    return build_model(config.model, data.rows, device)
+
+
+def _compile(
+    config: TrainConfig, model: Any, data: MovieLens, storage: Storage, ledger: Ledger
+) -> Any:
+    """Compile the dense part, on the first samples, before it is sharded. Nothing is compiled yet."""
+    return model
+
+
+def _reader(config: TrainConfig, data: MovieLens, place: Place) -> BatchReader[Any]:
+    """The reader, warmed up: what the first batch loads is loaded now."""
+
+    def fetch(index: torch.Tensor) -> Any:
+        return to_batch(data.train.take(index))
+
+    reader = BatchReader(
+        len(data.train),
+        config.data.batch_size,
+        fetch,
+        rank=place.rank,
+        world_size=place.world_size,
+        event_times_s=data.train.event_times_s,
+    )
+    fetch(reader.indices(0))
+    return reader
 
 
 def _attempt(run: _Run) -> dict[str, Any]:
     config = run.config
-    description_id = _describe(run) if config.serving.export else None
+    description_id = run.description_id
     session = Session(
-        config.run.root,
+        run.storage,
         {
             "model": run.training.model,
             "optimizer": run.training.optimizer,
@@ -88,16 +187,16 @@ def _attempt(run: _Run) -> dict[str, Any]:
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
         grace_s=config.run.grace_s or None,
+        events=run.ledger,
     )
     with session:
         if session.restored:
             run.say(f"resumed at step {session.steps}, batch {session.position}")
-        baseline = _item_mean_auc(run.data)
-        _fit(run, session, baseline)
+        _fit(run, session)
         session.finish()
         if config.proof.dir:
             _prove(run, session, Path(config.proof.dir))
-    result = _result(run, session, baseline, description_id)
+    result = _result(run, session)
     if config.run.result and run.place.rank == 0:
         path = Path(config.run.result)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,22 +204,31 @@ def _attempt(run: _Run) -> dict[str, Any]:
     return result
 
 
-def _describe(run: _Run) -> str:
-    """Export the serving description. Before the restore: its forward passes then leave no trace."""
+def _describe(
+    config: TrainConfig, place: Place, data: MovieLens, training: Training, storage: Storage
+) -> str | None:
+    """The serving description's id. Collective; an export's forward passes leave no trace."""
+    if not config.serving.export:
+        return None
     golden = to_batch(
-        run.data.test.take(torch.arange(min(run.config.serving.golden_rows, len(run.data.test))))
-    ).to(run.place.device)
+        data.test.take(torch.arange(min(config.serving.golden_rows, len(data.test))))
+    ).to(place.device)
     served = ServedModel(
         name="movielens",
-        module=scorer_of(run.training.model),
+        module=scorer_of(training.model),
         args=(golden.dense_features, golden.sparse_features),
         prefix="model.",
-        checkpoint_keys={f"model.{key}" for key in run.training.model.state_dict()},
+        checkpoint_keys={f"model.{key}" for key in training.model.state_dict()},
     )
-    return export_description(served, open_storage(run.config.run.root), TrustList(trust_file()))
+    trust = TrustList(trust_file())
+    counters = KernelCounters(training.model)
+    before = counters.state_dict()
+    described = describe_once(served, storage, trust, depends_on=repr(config.model))
+    counters.load_state_dict(before)
+    return described.description_id
 
 
-def _fit(run: _Run, session: Session[Any], baseline: float) -> None:
+def _fit(run: _Run, session: Session[Any]) -> None:
     """Train and evaluate, epoch by epoch. An epoch that ended right before a restart is evaluated now."""
     epochs, pipeline = run.config.run.epochs, run.training.pipeline
     began = time.monotonic()
@@ -132,7 +240,7 @@ def _fit(run: _Run, session: Session[Any], baseline: float) -> None:
             run.history["auc"].append(reached)
             run.say(
                 f"epoch {len(run.history['auc'])}/{epochs}: AUC {reached:.4f} on the held-out ratings "
-                f"(item mean {baseline:.4f}), {time.monotonic() - began:.1f} s"
+                f"(item mean {run.baseline:.4f}), {time.monotonic() - began:.1f} s"
             )
         if run.reader.epoch >= epochs:
             return
@@ -161,14 +269,12 @@ def _prove(run: _Run, session: Session[Any], folder: Path) -> None:
         write_predictions(some, logits, folder)
 
 
-def _result(
-    run: _Run, session: Session[Any], baseline: float, description_id: str | None
-) -> dict[str, Any]:
+def _result(run: _Run, session: Session[Any]) -> dict[str, Any]:
     stats = session.stats
     restored = session.restored
     return {
         "auc": run.history["auc"],
-        "auc_item_mean": baseline,
+        "auc_item_mean": run.baseline,
         "steps": session.steps,
         "batches": session.position,
         "world_size": run.place.world_size,
@@ -179,5 +285,5 @@ def _result(
         "skipped_saves": stats.skipped,
         "max_block_ms": 1000 * stats.max_blocked_s,
         "last_error": stats.last_error,
-        "serving_description": description_id,
+        "serving_description": run.description_id,
     }

@@ -7,15 +7,12 @@ restarted trainer that exports the same model finds its description there alread
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ckpt.errors import BadInputError, ConflictError, SidestageError
-from ckpt.idmaps import IdMap
 from ckpt.layout import description_prefix
 from ckpt.schema import encode_description
 from ckpt.storage import Storage
@@ -26,36 +23,9 @@ from trainer.description.lookups import lookup_of
 from trainer.description.proof import LiveTables, check_lookup
 from trainer.description.rawids import RawIds
 from trainer.description.request import Request
+from trainer.description.served import ServedModel
 from trainer.description.shadow import Feed, in_eval, shadow_of, to_host, unwrap
 from trainer.description.source import user_line
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What to describe.
-
-    name: what the served model is called.
-    module: its forward takes tensors over the batch and KeyedJaggedTensors, also inside dicts, lists,
-        tuples and dataclasses that torch's pytree can open, and returns tensors over the batch. It
-        may share its parts with the trained model.
-    args: the golden request: two rows or more, and no two features with equal ids.
-    prefix: what stands before the module's own names in checkpoint keys.
-    checkpoint_keys: the tensors that a checkpoint holds.
-    kwargs: the rest of the golden request, by name.
-    id_maps: request feature -> how the training pipeline makes the ids in `args` of raw ids. Features
-        that it lacks have raw ids that are rows.
-    raw: for the features whose map isn't the identity, the raw ids of the golden request: int64, as
-        many as the feature has.
-    """
-
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    prefix: str
-    checkpoint_keys: Collection[str]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    id_maps: Mapping[str, IdMap] = field(default_factory=dict)
-    raw: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def export_description(served: ServedModel, storage: Storage, trust: TrustList) -> str:
