@@ -41,6 +41,8 @@ from trainer.movielens import DENSE_FEATURES, FEATURES, Samples
 
 COLLECTION = "model.sparse_arch.embedding_bag_collection"
 """Where the embedding collection lies in DLRMTrain."""
+DENSE_PARTS = ("model.dense_arch", "model.inter_arch", "model.over_arch")
+"""What of DLRMTrain can be compiled."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,15 @@ def build_training(
         device: where this rank's parameters lie.
         world_size: number of ranks.
     """
+    return shard_training(build_model(config, rows, device), config, device, world_size)
+
+
+def build_model(config: ModelConfig, rows: Mapping[str, int], device: torch.device) -> DLRMTrain:
+    """The model with its dense weights on `device`, drawn at random, and its tables on meta.
+
+    Not collective, and before the process group where that helps. `trainer.pt2.prepare` compiles
+    DENSE_PARTS of it.
+    """
     unknown = sorted(set(config.row_wise) - set(rows))
     if unknown:
         raise BadInputError(
@@ -128,8 +139,16 @@ def build_training(
         over_arch_layer_sizes=[*config.over_layers, 1],
         dense_device=device,
     )
+    return DLRMTrain(dlrm)
+
+
+def shard_training(
+    built: DLRMTrain, config: ModelConfig, device: torch.device, world_size: int
+) -> Training:
+    """Shard what `build_model` has built. Collective: call on every rank, with the same random seed."""
+    collection = built.model.sparse_arch.embedding_bag_collection
     model = DistributedModelParallel(
-        DLRMTrain(dlrm),
+        built,
         device=device,
         plan=_plan(collection, config, device, world_size),
         sharders=[EmbeddingBagCollectionSharder()],

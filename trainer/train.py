@@ -20,8 +20,17 @@ from trainer.description import ServedModel, export_description
 from trainer.evaluate import progress, score
 from trainer.fault import kill_if_due
 from trainer.launch import Place, joined, seed_generators
+from trainer.ledger import Ledger
 from trainer.metrics import auc
-from trainer.model import KernelCounters, Training, build_training, scorer_of, to_batch
+from trainer.model import (
+    DENSE_PARTS,
+    KernelCounters,
+    Training,
+    build_model,
+    scorer_of,
+    shard_training,
+    to_batch,
+)
 from trainer.movielens import SINGLE_FEATURES, MovieLens, item_mean_scores, load_movielens
 from trainer.proof import write_predictions, write_state
 from trainer.reader import BatchReader
@@ -40,6 +49,7 @@ class _Run:
     training: Training
     reader: BatchReader[Any]
     history: dict[str, Any]
+    ledger: Ledger
     say: Say
 
 
@@ -54,7 +64,10 @@ def train(config: TrainConfig, say: Say = print) -> dict[str, Any]:
         folder = Path(config.data.folder) if config.data.folder else None
         data = load_movielens(folder)
         seed_generators(config.run.seed)
-        training = build_training(config.model, data.rows, place.device, place.world_size)
+        model, ledger = build_model(config.model, data.rows, place.device), Ledger()
+        if config.compile.enabled:
+            _compile(config, model, data, place, ledger)
+        training = shard_training(model, config.model, place.device, place.world_size)
         reader = BatchReader(
             len(data.train),
             config.data.batch_size,
@@ -65,7 +78,14 @@ def train(config: TrainConfig, say: Say = print) -> dict[str, Any]:
         )
         quiet: Say = lambda text: None  # noqa: E731
         run = _Run(
-            config, place, data, training, reader, {"auc": []}, say if place.rank == 0 else quiet
+            config,
+            place,
+            data,
+            training,
+            reader,
+            {"auc": []},
+            ledger,
+            say if place.rank == 0 else quiet,
         )
         return _attempt(run)
 
@@ -87,6 +107,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         elastic=config.run.elastic,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
+        events=run.ledger,
     )
     with session:
         if session.restored:
@@ -102,6 +123,25 @@ def _attempt(run: _Run) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def _compile(
+    config: TrainConfig, model: Any, data: MovieLens, place: Place, ledger: Ledger
+) -> None:
+    """On the first samples: shapes don't matter to what is compiled, dtypes do."""
+    from trainer.pt2 import prepare
+
+    some = data.train.take(torch.arange(min(64, len(data.train))))
+    prepare(
+        model,
+        (to_batch(some).to(place.device),),
+        storage=open_storage(config.run.root),
+        trust=TrustList(trust_file()),
+        ledger=ledger,
+        settings=config.compile,
+        device=place.device,
+        parts=DENSE_PARTS,
+    )
 
 
 def _describe(run: _Run) -> str:
