@@ -62,8 +62,11 @@ class CompilerFolder:
 
 
 def given_folder() -> str | None:
-    """The folder that the environment names for the compiler already, or None."""
-    return os.environ.get(_VARIABLE)
+    """The folder that the user named for the compiler, or None. Torch puts its default there too."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(_VARIABLE)
+    return None if named == default_cache_dir() else named
 
 
 @contextmanager
