@@ -15,10 +15,12 @@ EVENTS = "events/"
 SERVING = "serving/"
 DESCRIPTIONS = f"{SERVING}descriptions/"
 CODE = "code/"
+COMPILE_CACHE = "compile-cache/"
 
 _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _COMMIT = re.compile(r"commits/(\d{6,})/(\d{12,})\.json")
 _DATA = re.compile(r"data/(\d{6,})-(\d{12,})-(\d{6,})/.+", re.DOTALL)
+_COMPILE_CACHE = re.compile(r"compile-cache/[0-9a-f]{32}/([0-9a-f]{64})\.tar\.zst")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 
 
@@ -127,3 +129,19 @@ def export_key(fingerprint: str) -> str:
 def code_key(sha256_hex: str, suffix: str) -> str:
     """Code artifacts are named by content: what is trusted can't change under its name."""
     return f"{CODE}{sha256_hex}{suffix}"
+
+
+def compile_cache_prefix(cache_key: str) -> str:
+    """Folder of the compile caches that fit one code, version, device and flags: 32 hex digits."""
+    return f"{COMPILE_CACHE}{cache_key}/"
+
+
+def compile_cache_key(cache_key: str, sha256_hex: str) -> str:
+    """One compile cache, named by content as all code is."""
+    return f"{compile_cache_prefix(cache_key)}{sha256_hex}.tar.zst"
+
+
+def parse_compile_cache_key(key: str) -> str | None:
+    """The sha256 in a compile cache's key, or None for a stray."""
+    m = _COMPILE_CACHE.fullmatch(key)
+    return m[1] if m else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class CompileConfig:
+    """enabled: compile the dense part. dynamic: once for all batch sizes. cache: keep the result in the root.
+
+    mode: "max-autotune-no-cudagraphs" also measures kernels against each other, on CUDA.
+    """
+
+    enabled: bool = False
+    dynamic: bool = True
+    cache: bool = True
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """export: describe the model for a publisher at start. golden_rows: requests in the golden batch."""
 
@@ -128,6 +142,7 @@ class TrainConfig:
     run: RunConfig
     data: DataConfig
     model: ModelConfig
+    compile: CompileConfig
     checkpoint: CheckpointConfig
     serving: ServingConfig
     proof: ProofConfig
@@ -162,6 +177,15 @@ def launched_place() -> tuple[int, int, int] | None:
         return None
     rank, world_size, local_rank = (int(os.environ[n]) for n in names)
     return rank, world_size, local_rank
+
+
+def launch_name() -> str:
+    """A name for this life of this job on this host, the same for all of its ranks here."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    if launched_place() is None:
+        return f"p{os.getpid()}"
+    told = "-".join(os.environ.get(n, "") for n in names)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def config_from(tables: Mapping[str, Any], where: str) -> TrainConfig:

@@ -25,6 +25,7 @@ from trainer.launch import Place, joined, seed_generators, take_device
 from trainer.ledger import Ledger
 from trainer.metrics import auc
 from trainer.model import (
+    DENSE_PARTS,
     KernelCounters,
     Training,
     build_model,
@@ -147,7 +148,22 @@ def _build(config: TrainConfig, data: MovieLens, device: torch.device) -> Any:
 def _compile(
     config: TrainConfig, model: Any, data: MovieLens, storage: Storage, ledger: Ledger
 ) -> Any:
-    """Compile the dense part, on the first samples, before it is sharded. Nothing is compiled yet."""
+    """Compile the dense part on the first samples: their shapes don't matter to it, their dtypes do."""
+    if config.compile.enabled:
+        from trainer.pt2 import prepare
+
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        some = to_batch(data.train.take(torch.arange(min(64, len(data.train))))).to(device)
+        prepare(
+            model,
+            (some,),
+            storage=storage,
+            trust=TrustList(trust_file()),
+            ledger=ledger,
+            settings=config.compile,
+            device=device,
+            parts=DENSE_PARTS,
+        )
     return model
 
 
