@@ -95,7 +95,8 @@ def _attempt(run: _Run) -> dict[str, Any]:
         _fit(run, session, baseline)
         session.finish()
         if config.proof.dir:
-            _prove(run, session, Path(config.proof.dir))
+            with session.evaluating():
+                _prove(run, session, Path(config.proof.dir))
     result = _result(run, session, baseline, description_id)
     if config.run.result and run.place.rank == 0:
         path = Path(config.run.result)
