@@ -161,7 +161,9 @@ def test_a_forgotten_in_flight_is_found_at_the_end_of_the_epoch(tmp_path: Path) 
         loop.run_pipelined(loop.session(tmp_path), 100, tell=False)
 
 
-def test_keeps_a_ledger(tmp_path: Path) -> None:
+def test_keeps_a_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDESTAGE_SUBMITTED_AT", "1700000000.5")
+    monkeypatch.setenv("SIDESTAGE_ALLOCATED_AT", "soon")
     loop = Loop()
     with loop.session(tmp_path, save_every=2) as session:
         loop.run(session, until=4)
@@ -177,6 +179,8 @@ def test_keeps_a_ledger(tmp_path: Path) -> None:
     assert [e["step"] for e in events if e["event"] == "save_committed"] == [2, 4]
     assert [e["position"] for e in events if e["event"] == "steps"] == [1, 2, 4]
     assert (events[0]["batch_size"], events[0]["world_size"]) == (10, 1)
+    moments = ("submitted_at_s", "allocated_at_s", "launcher_created_at_s")
+    assert [events[0][name] for name in moments] == [1700000000.5, None, None]
     again = Loop()
     with again.session(tmp_path) as session:
         again.run(session, until=6)
