@@ -13,7 +13,8 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout import ledger_key
 from tests.trainer.fake_clock import FakeClock
 from tests.trainer.scripted_run import Script, check_sums, spent
-from trainer.ett import fleet, read_report, report
+from trainer.ett import fleet, losses, read_report, report
+from trainer.ett.positions import Trained
 from trainer.ledger import Ledger
 
 
@@ -304,6 +305,8 @@ def test_how_attempts_ended(tmp_path: Path) -> None:
     run.steps(third, 3, 4)
     found = read_report(tmp_path)
     check_sums(found)
+    (mend,) = [loss.mend for loss in losses(found, 9) if loss.area == "shutdown"]
+    assert mend.startswith("1 failed attempts took 3.0 s each from their last whole step")
     assert [a.ended for a in found.attempts] == ["preempted", "failed", "unknown"]
     assert (found.failures, found.preemptions) == (3, 1)
     assert found.notes[0].startswith(
@@ -438,3 +441,12 @@ def test_a_moment_that_contradicts_the_process_is_left_out() -> None:
     )
     check_sums(found)
     assert spent(found.areas) == {"scheduling": 2, "imports": 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))
+def test_counts_each_batch_as_new_once(stretches: list[tuple[int, int]]) -> None:
+    trained, known = Trained(), set[int]()
+    for first, last in stretches:
+        batches = set(range(first, last))
+        assert trained.add(first, last) == len(batches - known)
+        known |= batches

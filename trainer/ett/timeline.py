@@ -142,7 +142,7 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
     return Timeline(
         epoch=epoch,
         start_s=start_s,
-        first_event_s=min(start_s + (process["t"] if len(events) > 1 else 0.0), end_s),
+        first_event_s=min(zero_s + float(e["t"]) for e in events),
         alive_s=alive_s,
         end_s=end_s,
         training_s=training_s,
