@@ -91,6 +91,10 @@ def test_every_area_once(tmp_path: Path) -> None:
     ledger.record("save_committed", step=11)
     run.steps(ledger, 14, 14)
     run.clock.advance(0.375)
+    with ledger.span("shutdown"):  # finish()
+        run.clock.advance(0.125)
+        run.save(ledger, 14, 0.25)
+        run.clock.advance(0.125)
     run.close(ledger, 1.25)
     run.clock.advance(0.5)
     ledger.record("exited")
@@ -113,21 +117,22 @@ def test_every_area_once(tmp_path: Path) -> None:
         "start_up_other": 0.5,
         "pt2_compilation": 6,
         "training_new": 1 + 10 * 0.625 + 3,
-        "blocked_in_save": 0.5,
+        "blocked_in_save": 0.75,
         "overlay_pressure": 1.25 + 1.5,
         "data_wait": 2.5,
         "evaluation": 4,
         "publishing": 1,
-        "shutdown": 1.75,
+        "shutdown": 2.0,
         "unaccounted": 0.375,
     }
     (attempt,) = found.attempts
-    assert attempt.time_to_start_s == pytest.approx(found.wall_s - 40 - 10 - 2 - 2 - 5 - 1 - 2.125)
+    assert attempt.time_to_start_s == pytest.approx(found.wall_s - 40 - 10 - 2 - 2 - 5 - 1 - 2.625)
     assert [s.name for s in attempt.stages][:4] == [
         *("scheduling", "hardware_setup", "launcher_init", "device_init")
     ]
-    (save,) = attempt.saves
+    save, last = attempt.saves
     assert (save.outcome, save.blocked_s) == ("committed", 2.0)
+    assert (last.outcome, last.committed_at_s) == ("lost", None)
     assert save.committed_at_s == pytest.approx(save.at_s + 2 + 2 + 4 + 1)
 
 

@@ -74,8 +74,6 @@ def _take_slots(blocked: Sequence[_Claim], lines: Sequence[Steps]) -> None:
     n = 0
     for steps in lines:
         rest_s = steps.slot_s
-        while n < len(blocked) and blocked[n].end_s <= steps.begin_s - 1e-5:
-            n += 1
         while n < len(blocked) and blocked[n].begin_s < steps.end_s:
             taken_s = min(rest_s, blocked[n].end_s - blocked[n].begin_s)
             blocked[n].slot_s, rest_s, n = taken_s, rest_s - taken_s, n + 1
