@@ -37,7 +37,7 @@ EVENTS = {
     "save_committed": "step (from the persist thread)",
     "save_failed": "step, error (from the persist thread)",
     "save_skipped": "step, error",
-    "preempted": "step, position, rank asked, signal: training stops here, as it was told to",
+    "preempted": "step, position, asked (a rank), why: training stops here, as it was told to",
     "closing": "error (null: none): the session's block is being left",
     "closed": "the session has ended, all saves drained",
     "exited": "the interpreter is about to end",

@@ -297,7 +297,7 @@ def test_how_attempts_ended(tmp_path: Path) -> None:
     run = Script(tmp_path)
     first = run.begin(1, restarts=0)
     run.steps(first, 1, 2)
-    first.record("preempted", step=2, position=2, rank=0, signal="SIGTERM")
+    first.record("preempted", step=2, position=2, asked=0, why="SIGTERM")
     run.spend(first, "blocked_in_save", 1)
     run.close(first, 0.5)
     second = run.begin(2, at=2, of=1, restarts=0)
