@@ -17,6 +17,8 @@ from ckpt.errors import SidestageError
 from ckpt.layout import EVENTS
 from ckpt.storage import Storage
 
+_TAIL_BYTES = 4096  # more than two lines of steps
+
 _log = logging.getLogger("sidestage")
 
 
@@ -44,10 +46,10 @@ class Mirror:
         self._key = key
 
     def copy_left_over(self, rank: int) -> None:
-        """Copy this rank's ledgers of earlier attempts where the root's copy is missing or shorter."""
+        """Copy this rank's ledgers of earlier attempts where the root's copy is missing or older."""
         for path in sorted(self._spool.glob(f"{EVENTS}*/r{rank:05d}.jsonl")):
             key = path.relative_to(self._spool).as_posix()
-            if key != self._key and self._stored_bytes(key) < path.stat().st_size:
+            if key != self._key and self._is_older(key, path.stat().st_size):
                 self._copy(key)
 
     def copy(self) -> None:
@@ -67,8 +69,15 @@ class Mirror:
             except (SidestageError, OSError) as e:
                 _log.warning("the ledger was not copied to %s: %s", self._storage.url, e)
 
-    def _stored_bytes(self, key: str) -> int:
+    def _is_older(self, key: str, size_bytes: int) -> bool:
+        """A ledger grows, and its last line of steps is rewritten: look at the length and the tail."""
         try:
-            return self._storage.stat(key).size_bytes
-        except SidestageError:
-            return -1  # there is none; or copying will say what is wrong
+            stored_bytes = self._storage.stat(key).size_bytes
+            if stored_bytes != size_bytes:
+                return stored_bytes < size_bytes
+            start = max(0, size_bytes - _TAIL_BYTES)
+            with (self._spool / key).open("rb") as file:
+                file.seek(start)
+                return file.read() != self._storage.read(key, start)
+        except (SidestageError, OSError):
+            return True  # there is none; or copying will say what is wrong

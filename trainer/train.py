@@ -211,7 +211,8 @@ def _attempt(run: _Run) -> dict[str, Any]:
         _fit(run, session)
         session.finish()
         if config.proof.dir:
-            _prove(run, session, Path(config.proof.dir))
+            with session.evaluating():
+                _prove(run, session, Path(config.proof.dir))
     result = _result(run, session)
     if config.run.result and run.place.rank == 0:
         path = Path(config.run.result)

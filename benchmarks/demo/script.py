@@ -135,8 +135,8 @@ class Demo:
             "auc_item_mean": result["auc_item_mean"],
             "steps": result["steps"],
             "commits": 0,  # in its place; counted from the listing
-            "failed_saves": sum(a["failed_saves"] for a in attempts),
-            "max_block_ms": 1000 * max(a["max_blocked_s"] for a in attempts),
+            "failed_saves": sum(s["outcome"] == "failed" for a in attempts for s in a["saves"]),
+            "max_block_ms": 1000 * max(s["blocked_s"] for a in attempts for s in a["saves"]),
             "restarts": result["restarts"],
             "resumed_step": result["resumed_step"] or 0,
             "repeated_batches": sum(a["batches_repeated"] for a in attempts),

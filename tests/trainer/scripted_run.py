@@ -12,7 +12,7 @@ from trainer.ledger import Ledger
 class Script:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.clock = FakeClock()
+        self.clock = FakeClock(wall_offset_s=1.8e9)  # as coarse as real ones
 
     def attempt(self, epoch: int, rank: int = 0, **process: Any) -> Ledger:
         """The ledger of a process that has been created right now."""
@@ -68,4 +68,4 @@ def check_sums(found: RunReport) -> None:
 
 def spent(areas: Any) -> dict[str, float]:
     """The areas that have any time, rounded."""
-    return {a: round(s, 6) for a, s in areas.items() if s > 1e-9}
+    return {a: round(s, 4) for a, s in areas.items() if s > 1e-4}

@@ -13,7 +13,8 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.layout import ledger_key
 from tests.trainer.fake_clock import FakeClock
 from tests.trainer.scripted_run import Script, check_sums, spent
-from trainer.ett import fleet, read_report, report
+from trainer.ett import fleet, losses, read_report, report
+from trainer.ett.positions import Trained
 from trainer.ledger import Ledger
 
 
@@ -90,6 +91,10 @@ def test_every_area_once(tmp_path: Path) -> None:
     ledger.record("save_committed", step=11)
     run.steps(ledger, 14, 14)
     run.clock.advance(0.375)
+    with ledger.span("shutdown"):  # finish()
+        run.clock.advance(0.125)
+        run.save(ledger, 14, 0.25)
+        run.clock.advance(0.125)
     run.close(ledger, 1.25)
     run.clock.advance(0.5)
     ledger.record("exited")
@@ -112,21 +117,22 @@ def test_every_area_once(tmp_path: Path) -> None:
         "start_up_other": 0.5,
         "pt2_compilation": 6,
         "training_new": 1 + 10 * 0.625 + 3,
-        "blocked_in_save": 0.5,
+        "blocked_in_save": 0.75,
         "overlay_pressure": 1.25 + 1.5,
         "data_wait": 2.5,
         "evaluation": 4,
         "publishing": 1,
-        "shutdown": 1.75,
+        "shutdown": 2.0,
         "unaccounted": 0.375,
     }
     (attempt,) = found.attempts
-    assert attempt.time_to_start_s == pytest.approx(found.wall_s - 40 - 10 - 2 - 2 - 5 - 1 - 2.125)
+    assert attempt.time_to_start_s == pytest.approx(found.wall_s - 40 - 10 - 2 - 2 - 5 - 1 - 2.625)
     assert [s.name for s in attempt.stages][:4] == [
         *("scheduling", "hardware_setup", "launcher_init", "device_init")
     ]
-    (save,) = attempt.saves
+    save, last = attempt.saves
     assert (save.outcome, save.blocked_s) == ("committed", 2.0)
+    assert (last.outcome, last.committed_at_s) == ("lost", None)
     assert save.committed_at_s == pytest.approx(save.at_s + 2 + 2 + 4 + 1)
 
 
@@ -291,7 +297,7 @@ def test_how_attempts_ended(tmp_path: Path) -> None:
     run = Script(tmp_path)
     first = run.begin(1, restarts=0)
     run.steps(first, 1, 2)
-    first.record("preempted", step=2, position=2, rank=0, signal="SIGTERM")
+    first.record("preempted", step=2, position=2, asked=0, why="SIGTERM")
     run.spend(first, "blocked_in_save", 1)
     run.close(first, 0.5)
     second = run.begin(2, at=2, of=1, restarts=0)
@@ -304,6 +310,8 @@ def test_how_attempts_ended(tmp_path: Path) -> None:
     run.steps(third, 3, 4)
     found = read_report(tmp_path)
     check_sums(found)
+    (mend,) = [loss.mend for loss in losses(found, 9) if loss.area == "shutdown"]
+    assert mend.startswith("1 failed attempts took 3.0 s each from their last whole step")
     assert [a.ended for a in found.attempts] == ["preempted", "failed", "unknown"]
     assert (found.failures, found.preemptions) == (3, 1)
     assert found.notes[0].startswith(
@@ -332,7 +340,7 @@ def test_measures_what_saves_cost(tmp_path: Path) -> None:
     m = read_report(tmp_path).measured
     assert m.block_s == pytest.approx(0.5 + 20 * 0.1)
     assert m.lag_s == pytest.approx(0.5 + 20 * 1.1)
-    assert m.interval_s == pytest.approx(30 + 22)
+    assert m.interval_s == pytest.approx((30 + 52 + 52) / 3)
     assert m.step_s == pytest.approx(1.0)
     assert (m.failures_per_day, m.recover_s) == (None, None)
 
@@ -391,7 +399,7 @@ _names = st.lists(
     min_size=6,
     max_size=6,
 )
-_rank = st.tuples(st.floats(-200, 200), _names, st.lists(_event, max_size=12))
+_rank = st.tuples(st.floats(1.8e9 - 200, 1.8e9 + 200), _names, st.lists(_event, max_size=12))
 _run = st.lists(st.lists(_rank, min_size=1, max_size=2), min_size=1, max_size=3)
 
 
@@ -422,7 +430,7 @@ def test_areas_tile_the_wall_time_whatever_the_events(run: list[list[Any]]) -> N
                 "event": "process",
                 "t": 0.0,
                 "created_at_s": created_s,
-                "launcher_created_at_s": 0.0,
+                "launcher_created_at_s": 1.8e9,
             }
             rows = [_row(t, names, what) for t, what in events]
             attempts.setdefault(epoch, {})[rank] = [first, *rows]
@@ -438,3 +446,12 @@ def test_a_moment_that_contradicts_the_process_is_left_out() -> None:
     )
     check_sums(found)
     assert spent(found.areas) == {"scheduling": 2, "imports": 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))
+def test_counts_each_batch_as_new_once(stretches: list[tuple[int, int]]) -> None:
+    trained, known = Trained(), set[int]()
+    for first, last in stretches:
+        batches = set(range(first, last))
+        assert trained.add(first, last) == len(batches - known)
+        known |= batches

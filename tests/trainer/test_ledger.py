@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,33 @@ def test_steps_share_a_line_until_something_else_happens_or_ten_seconds_have_pas
         (6.0, 16.0, 12, 12, 0.25, 4.5, 0.0625, 0.0),
         (16.0, 18.0, 14, 14, 0.0, 1.0, 0.0, 0.0),
     ]
+
+
+def test_threads_record_while_training_steps(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.record("process", created_at_s=ledger.created_at_s)
+    ledger.open(tmp_path / "a.jsonl")
+
+    def spans() -> None:
+        for _ in range(200):
+            with ledger.span("publishing"):
+                pass
+
+    threads = [threading.Thread(target=spans) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for n in range(1, 2001):
+        ledger.stepped(n, n)
+    for thread in threads:
+        thread.join()
+    events = read_ledger(tmp_path / "a.jsonl")
+    begun = [e for e in events if e["event"] == "span_begin"]
+    assert len({e["id"] for e in begun}) == 600
+    assert not any(e["main"] for e in begun)
+    assert sum(e["event"] == "span_end" for e in events) == 600
+    steps = [e for e in events if e["event"] == "steps"]
+    assert steps[-1]["step"] == 2000
+    assert [e["begin"] for e in steps[1:]] == [e["t"] for e in steps[:-1]]  # no gap, no overlap
 
 
 def test_what_came_before_the_session_follows_its_event(tmp_path: Path) -> None:

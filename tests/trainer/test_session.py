@@ -1,6 +1,7 @@
 """The session around a plain PyTorch loop, in one process."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,7 +161,9 @@ def test_a_forgotten_in_flight_is_found_at_the_end_of_the_epoch(tmp_path: Path) 
         loop.run_pipelined(loop.session(tmp_path), 100, tell=False)
 
 
-def test_keeps_a_ledger(tmp_path: Path) -> None:
+def test_keeps_a_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDESTAGE_SUBMITTED_AT", "1700000000.5")
+    monkeypatch.setenv("SIDESTAGE_ALLOCATED_AT", "soon")
     loop = Loop()
     with loop.session(tmp_path, save_every=2) as session:
         loop.run(session, until=4)
@@ -176,12 +179,47 @@ def test_keeps_a_ledger(tmp_path: Path) -> None:
     assert [e["step"] for e in events if e["event"] == "save_committed"] == [2, 4]
     assert [e["position"] for e in events if e["event"] == "steps"] == [1, 2, 4]
     assert (events[0]["batch_size"], events[0]["world_size"]) == (10, 1)
+    moments = ("submitted_at_s", "allocated_at_s", "launcher_created_at_s")
+    assert [events[0][name] for name in moments] == [1700000000.5, None, None]
     again = Loop()
     with again.session(tmp_path) as session:
         again.run(session, until=6)
     found = read_report(tmp_path)
     assert [a.batches_new for a in found.attempts] == [4, 2]
     assert found.lost_batches == found.batches_repeated == 0
+
+
+def test_the_ledger_tells_of_waits_for_data_and_of_compilation(tmp_path: Path) -> None:
+    loop, clock = Loop(), FakeClock()
+
+    class Slow(BatchReader[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            for batch in super().__iter__():
+                clock.advance(0.5)
+                yield batch
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        clock.advance(8.0)
+        return graph.forward
+
+    loop.reader = Slow(len(X), 10, lambda index: X[index])
+    compiled = torch.compile(lambda batch: batch * 2 + 1, backend=compiler)
+    with Session(str(tmp_path), loop.state, loop.reader, save_every=9, clock=clock) as session:
+        for batch in session.batches():
+            compiled(batch)
+            loop.train(batch)
+            clock.advance(1.0)
+            session.step()
+            if session.steps == 4:
+                break
+    (attempt,) = read_report(tmp_path).attempts
+    spent = {a: s for a, s in attempt.areas.items() if a not in ("imports", "start_up_other") and s}
+    assert spent == pytest.approx(
+        {"get_first_batch_data": 0.5, "data_wait": 1.5, "pt2_compilation": 8.0, "training_new": 4.0}
+    )
+    handler = sys.modules["torch._dynamo.callback"].callback_handler
+    assert not handler.start_callbacks
+    assert not handler.end_callbacks
 
 
 def test_counts_blocked_time_on_the_given_clock(tmp_path: Path) -> None:
@@ -257,15 +295,20 @@ def test_the_ledger_of_a_root_that_cannot_be_appended_to_is_copied_there(
         assert told[-1] == "save_committed"
         loop.run(session, until=3)
     (spooled,) = tmp_path.glob("*/events/000001/r00000.jsonl")
-    assert storage.read(ledger_key(1, 0)) == spooled.read_bytes()
+    whole = spooled.read_bytes()
+    assert storage.read(ledger_key(1, 0)) == whole
 
-    # A killed attempt leaves a longer file in the spool than it had copied: the next one copies it.
-    with spooled.open("ab") as fh:
-        fh.write(b'{"event":"closed","t":99.0}\n')
-    again = Loop()
-    with Session(storage, again.state, again.reader, save_every=2):
-        assert storage.read(ledger_key(1, 0)) == spooled.read_bytes()
-    assert [o.key for o in storage.list("events/")] == [ledger_key(1, 0), ledger_key(2, 0)]
+    # A killed attempt leaves a longer file in the spool than it had copied, or one whose last line it
+    # had rewritten since: the next one copies it.
+    for epoch, end in enumerate(
+        (b'{"event":"closed","t":98.0}\n', b'{"event":"closed","t":99.0}\n'), 2
+    ):
+        left = whole + end
+        spooled.write_bytes(left)
+        again = Loop()
+        with Session(storage, again.state, again.reader, save_every=2):
+            assert storage.read(ledger_key(1, 0)) == left
+        assert storage.stat(ledger_key(epoch, 0)).size_bytes > 0
 
 
 class FullStorage(LocalStorage):
@@ -291,7 +334,7 @@ def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="closed"):
         session._checkpointer.save(9, {})  # whatever finish() met, the thread has ended
     events = read_ledger(tmp_path / ledger_key(1, 0))
-    assert [e["event"] for e in events][-2:] == ["save_failed", "closed"]
+    assert [e["event"] for e in events][-3:] == ["save_failed", "span_end", "closed"]
 
 
 class Ten:

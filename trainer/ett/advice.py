@@ -110,6 +110,22 @@ def _between(report: RunReport) -> str:
     )
 
 
+def _shutdown(report: RunReport) -> str:
+    """From its last whole step on, a failed attempt does nothing that counts, until it is gone."""
+    dying = [a.areas["shutdown"] for a in report.attempts if a.ended == "failed"]
+    if dying and sum(dying) > report.areas["shutdown"] / 2:
+        return (
+            f"{len(dying)} failed attempts took {seconds_text(sum(dying) / len(dying))} each from their last "
+            f"whole step until they were gone; lower the process group's timeout, so that a lost rank is "
+            f"noticed sooner"
+        )
+    count = len(report.attempts) or 1
+    return (
+        f"the end took {seconds_text(report.areas['shutdown'] / count)} in each of {count} attempts; publish "
+        f"elsewhere, and see why the last commit takes long (`save_persisted` in the log)"
+    )
+
+
 _STAGES: Mapping[Area, tuple[str, str]] = {
     "scheduling": ("waiting for machines", "ask for fewer or smaller ones, or reserve them"),
     "hardware_setup": ("setting machines up", "use images that hold what the job needs"),
@@ -137,10 +153,6 @@ _STAGES: Mapping[Area, tuple[str, str]] = {
     "data_wait": ("waiting for the reader", "read ahead, or give the reader more processes"),
     "evaluation": ("evaluation", "evaluate less often, on fewer samples, or beside training"),
     "publishing": ("publishing in the trainer", "publish from checkpoints on another machine"),
-    "shutdown": (
-        "the end",
-        "publish elsewhere, and see why the last commit takes long (`save_persisted` in the log)",
-    ),
     "unaccounted": (
         "time that nothing tells of",
         "name it (`with ledger.span(NAME)`) to see what it is",
@@ -152,6 +164,7 @@ _OTHERS: Mapping[Area, Callable[[RunReport], str]] = {
     "training_repeated": _repeated,
     "blocked_in_save": _blocked,
     "overlay_pressure": _pressure,
+    "shutdown": _shutdown,
     "between_attempts": _between,
 }
 

@@ -19,7 +19,6 @@ def measure(
     lags_s = [s.committed_at_s - s.at_s for s in saves if s.committed_at_s is not None]
     calm_s, busy_s, busy_steps = _paces(lines)
     trained_s = sum(a.areas["training_new"] + a.areas["training_repeated"] for a in done)
-    regular = sum(1 for line in lines for s in line.saves if s.at_s < line.shutdown_s)
     waited_s = sum(a.areas["overlay_pressure"] + a.areas["blocked_in_save"] for a in done)
     slower_s = max(0.0, (busy_s - calm_s) * busy_steps) if calm_s and busy_s else 0.0
     steps = sum(s.count for line in lines for s in line.steps)
@@ -31,11 +30,27 @@ def measure(
     return Measured(
         block_s=(waited_s + slower_s) / len(saves) if saves else None,
         lag_s=sum(lags_s) / len(lags_s) if lags_s else None,
-        interval_s=trained_s / regular if regular and trained_s > 0 else None,
+        interval_s=_interval_s(done, lines),
         step_s=calm_s or (trained_s / steps if steps and trained_s > 0 else None),
         failures_per_day=failures * _DAY_S / wall_s if failures and wall_s > 0 else None,
         recover_s=max(0.0, sum(recovers_s) / len(recovers_s)) if recovers_s else None,
     )
+
+
+def _interval_s(done: Sequence[AttemptTime], lines: Sequence[Timeline]) -> float | None:
+    """Training time before the last of an attempt's saves that training went on after, by their count."""
+    seconds, count = 0.0, 0
+    for attempt, line in zip(done, lines, strict=True):
+        regular = [s for s in line.saves if line.steps and s.at_s < line.steps[-1].end_s]
+        if regular:
+            count += len(regular)
+            until_s = regular[-1].at_s
+            seconds += sum(
+                min(s.end_s, until_s) - s.begin_s
+                for s in attempt.segments
+                if s.area in ("training_new", "training_repeated") and s.begin_s < until_s
+            )
+    return seconds / count if seconds > 0 else None
 
 
 def _paces(lines: Sequence[Timeline]) -> tuple[float, float, int]:

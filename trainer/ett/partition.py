@@ -16,6 +16,7 @@ from trainer.ett.records import Area, Segment
 from trainer.ett.timeline import Steps, Timeline
 
 _MAIN, _STEPS, _OTHER, _BASE = range(4)
+_SHORTEST_S = 1e-5  # a float of seconds since 1970 tells 0.24 microseconds
 
 
 @dataclass
@@ -73,8 +74,6 @@ def _take_slots(blocked: Sequence[_Claim], lines: Sequence[Steps]) -> None:
     n = 0
     for steps in lines:
         rest_s = steps.slot_s
-        while n < len(blocked) and blocked[n].end_s <= steps.begin_s - 1e-5:
-            n += 1
         while n < len(blocked) and blocked[n].begin_s < steps.end_s:
             taken_s = min(rest_s, blocked[n].end_s - blocked[n].begin_s)
             blocked[n].slot_s, rest_s, n = taken_s, rest_s - taken_s, n + 1
@@ -124,12 +123,10 @@ def _divided(claim: _Claim, fresh: Callable[[int, int], int]) -> Iterator[Segmen
     for begin_s, end_s in claim.pieces:
         at_s = begin_s
         while at_s < end_s:
-            while left_s <= 1e-9 and n + 1 < len(quotas):
+            while left_s < _SHORTEST_S and n + 1 < len(quotas):
                 n += 1
                 left_s = quotas[n][1]
             until_s = min(end_s, at_s + left_s)
-            if until_s <= at_s:  # less than a float can tell
-                until_s, left_s = end_s, 0.0
             yield Segment(at_s, until_s, quotas[n][0])
             left_s -= until_s - at_s
             at_s = until_s

@@ -48,6 +48,8 @@ The L2 areas and trainer-init stages of arXiv 2610.02057, and ours:
     blocked_in_save     save() had not returned
     overlay_pressure    training waited for an open snapshot: overlay, fence or slot
     data_wait           training waited for the reader
+    shutdown            from when the session's block was left; where an attempt failed, from the end of
+                        the last whole step
     between_attempts    from the end of an attempt's last process to the next one's first
     unaccounted         none of these
 """
@@ -96,7 +98,9 @@ class AttemptTime:
 
     batches_new, batches_repeated: global batches trained here, first time or again.
     lost_batches: batches between what the commit had trained on and where this attempt began.
-    time_to_start_s: from the attempt's start to the end of its first step; None without a step.
+    time_to_start_s: from the attempt's start, without waiting for the scheduler, to the end of its first
+        step; None without a step.
+    saves: without those that a live attempt is still writing.
     time_to_recover_s: from the end of the attempt before it to the first new batch trained; None
         for the first attempt, and where there was no new batch.
     """

@@ -91,15 +91,14 @@ class Timeline:
 
     def main_spans_in(self, begin_s: float, end_s: float) -> list[Span]:
         """The training thread's spans with an area that touch a stretch of time, by their begin."""
-        # Sorted by their begin, and only those still open at `begin_s` can begin before it.
-        after = bisect.bisect_left(self.spans, end_s, key=lambda s: s.begin_s)
         found: list[Span] = []
-        for s in reversed(self.spans[:after]):
-            if s.main and s.area:
-                if s.end_s <= begin_s and s.begin_s < begin_s:
-                    break
-                found.insert(0, s)
-        return found
+        n = bisect.bisect_left(self.spans, end_s, key=lambda s: s.begin_s) - 1
+        # Back to one that had ended before: what is around that one isn't looked for.
+        while n >= 0 and (self.spans[n].end_s > begin_s or self.spans[n].begin_s >= begin_s):
+            if self.spans[n].main and self.spans[n].area:
+                found.append(self.spans[n])
+            n -= 1
+        return found[::-1]
 
     def moved(self, by_s: float) -> Timeline:
         """The same, so many seconds later."""
@@ -134,7 +133,7 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
     end_s = max(_last(e) + e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items())
     start_s = min(starts)
     steps = tuple(_steps(events, zero_s))
-    spans = tuple(_spans(events, zero_s, end_s))
+    spans = tuple(sorted(_spans(events, zero_s, end_s), key=lambda s: s.begin_s))
     ended = _ended(ranks, newest=newest)
     training_s = steps[0].begin_s if steps else end_s
     missing = int(process.get("world_size") or len(ranks)) - len(ranks)
@@ -143,7 +142,7 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
     return Timeline(
         epoch=epoch,
         start_s=start_s,
-        first_event_s=min(start_s + (process["t"] if len(events) > 1 else 0.0), end_s),
+        first_event_s=min(zero_s + float(e["t"]) for e in events),
         alive_s=alive_s,
         end_s=end_s,
         training_s=training_s,
