@@ -47,12 +47,15 @@ function cards(run) {
       ["repeated batches", count(run.batches_repeated)], ["repeated samples", count(run.samples_repeated)]])),
     el("div", { class: "card" }, el("h3", {}, "Saves"), pairs([
       ["committed", count(o.committed)], ["otherwise", bad || "none"], ["interval", seconds(run.interval_s)],
-      ["blocked, median", seconds(saves.blocked_median_s)], ["to commit, median", seconds(saves.lag_median_s)]])),
-    run.advice && el("div", { class: "card advice" }, el("h3", {}, "Advice"),
-      el("p", {}, "Save every ", el("b", {}, seconds(run.advice.interval_s)),
-        run.advice.interval_steps !== null && ` (${count(run.advice.interval_steps)} steps)`),
-      el("p", {}, `saving and repeating cost ${run.advice.points_now === null ? "" : `${points(run.advice.points_now)} points now, `}${points(run.advice.points_then)} then`),
-      el("p", { class: "muted" }, run.advice.why)));
+      ["blocked, median", seconds(saves.blocked_median_s)], ["to commit, median", seconds(saves.lag_median_s)]])));
+}
+
+function advice(run) {
+  const a = run.advice, now = a.points_now === null ? "" : `${points(a.points_now)} points now, `;
+  return el("div", { class: "advice" }, el("h4", {}, "How often to save"),
+    el("p", {}, "Every ", el("b", {}, seconds(a.interval_s)), a.interval_steps !== null && ` (${count(a.interval_steps)} steps)`,
+      `: saving and repeating cost ${now}${points(a.points_then)} then.`),
+    el("p", { class: "muted" }, a.why));
 }
 
 function lossTable(run) {
@@ -60,6 +63,7 @@ function lossTable(run) {
     run.losses.length ? table([["Area"], ["Time", "num"], ["Points", "num"], ["What mends it"]], run.losses.map(l => el("tr", {},
       cell("keep", el("span", { class: `swatch ${groupOf(l.area)}` }), areaName(l.area)), cell("num", seconds(l.seconds)),
       cell("num", points(l.points)), cell("", l.mend))), "Largest losses") : empty("None."),
+    run.advice && advice(run),
     run.notes.length ? [el("h4", {}, "Notes"), el("ul", { class: "notes" }, run.notes.map(n => el("li", {}, n)))] : null);
 }
 
