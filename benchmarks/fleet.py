@@ -42,6 +42,7 @@ RATES: Mapping[str, float] = {
 NODE_RANKS = 8
 BASELINE, ASYNC, OURS = "dcp.save", "dcp.async_save", "sidestage"
 WAYS = (BASELINE, ASYNC, OURS)
+_ALSO_CALLED = {"baseline": BASELINE, "async": ASYNC, "ours": OURS}
 
 # Of 1 GiB over 2 ranks with no core free (docs/performance.md; dcp.save: `stall`, same machine).
 # Starting and recovering are assumed to be equal, and nobody publishes, until they are measured.
@@ -135,8 +136,7 @@ def read_times(files: Sequence[Path]) -> dict[str, Times]:
         rows = json.loads(path.read_text()).get("rows", ())
         used = False
         for way in WAYS:
-            of_way = [r for r in rows if r.get("way", r.get("mode")) == way]
-            of_way = [r for r in of_way if r.get("status", "ok") == "ok"]
+            of_way = [r for r in rows if _way_of(r) == way and r.get("status", "ok") == "ok"]
             most = max((r.get("ranks") or 0 for r in of_way), default=0)
             said = [_times_in(r) for r in of_way if (r.get("ranks") or 0) == most]
             names = {name for s in said for name in s}
@@ -147,6 +147,11 @@ def read_times(files: Sequence[Path]) -> dict[str, Times]:
             said_ways = ", ".join(WAYS)
             raise ValueError(f"{path}: no times of {said_ways}; give the --json of a benchmark")
     return found
+
+
+def _way_of(row: Row) -> str | None:
+    name = row.get("way", row.get("mode"))
+    return _ALSO_CALLED.get(name, name)
 
 
 def _times_in(row: Row) -> dict[str, float]:

@@ -116,7 +116,7 @@ def test_measured_times_replace_the_built_in_ones(tmp_path: Path) -> None:
         {"mode": OURS, "ranks": 2, "blocked_ms": 5.0, "lost_ms": 605.0, "persist_s": 4.0},
         {"mode": ASYNC, "ranks": 2, "status": "failed", "blocked_ms": 1.0, "lost_ms": 2.0},
     ]
-    ett = [{"way": OURS, "start_s": s, "recover_s": 5.0, "publish_s": None} for s in (8, 9, 40)]
+    ett = [{"way": "ours", "start_s": s, "recover_s": 5.0, "publish_s": None} for s in (8, 9, 40)]
     (tmp_path / "stall.json").write_text(json.dumps({"rows": stall}))
     (tmp_path / "ett.json").write_text(json.dumps({"rows": ett}))
     times = read_times([tmp_path / "stall.json", tmp_path / "ett.json"])

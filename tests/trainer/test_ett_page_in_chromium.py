@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.made_runs import sample_advice, sample_losses, sample_run
+from benchmarks.made_runs import made_attempt, made_run, sample_advice, sample_losses, sample_run
 from benchmarks.screenshots import browser, chromium
 from tests.trainer.test_ett_page import ENDS_SCRIPT, HOSTILE, large_run
 from trainer.ett.page import write_page
@@ -94,10 +94,11 @@ def test_a_run(chrome: Any, tmp_path: Path) -> None:
 
 
 def test_a_fleet_and_a_large_run(chrome: Any, tmp_path: Path) -> None:
-    runs = [sample_run(HOSTILE), large_run()]
-    write_page(runs, [sample_losses(runs[0]), ()], [None, None], tmp_path / "page.html")
+    waiting = made_attempt(1, 0.0, [("scheduling", 30.0)], ended="unknown")
+    runs = [sample_run(HOSTILE), large_run(), made_run("waiting", [waiting])]
+    write_page(runs, [sample_losses(runs[0]), (), ()], [None] * 3, tmp_path / "page.html")
     tab = Tab(chrome, tmp_path / "page.html", color_scheme="dark")
-    assert tab.page.locator("#comparison tbody tr").count() == 2
+    assert tab.page.locator("#comparison tbody tr").count() == 3
     assert HOSTILE in tab.page.inner_text("#comparison")
     assert tab.page.locator("#timeline-1-1").count() == 0, "drawn once it is opened"
     tab.page.click("#comparison a[href='#run-1']")
@@ -105,6 +106,10 @@ def test_a_fleet_and_a_large_run(chrome: Any, tmp_path: Path) -> None:
     wall_s = runs[1].attempts[0].wall_s
     assert tab.sums("#timeline-1-1 rect.bar", "seconds") == pytest.approx(wall_s, abs=0.1)
     assert "100 000 stretches drawn as" in tab.page.inner_text("#run-1").replace("\u202f", " ")
+    tab.page.click("#run-2 > summary")
+    assert "running, or unknown" in tab.page.inner_text("#run-2")
+    assert "Nothing was saved." in tab.page.inner_text("#run-2")
+    assert tab.sums("#timeline-2-1 rect.bar", "seconds") == 30
     loaded = tab.page.evaluate(
         "performance.timing.loadEventEnd - performance.timing.navigationStart"
     )

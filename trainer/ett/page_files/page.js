@@ -2,7 +2,8 @@
 // The page: cards, plots and tables of each run.
 
 const cell = (kind, ...children) => el("td", { class: kind || null }, ...children);
-const badge = kind => el("span", { class: `badge ${kind}` }, kind);
+const badge = kind => el("span", { class: `badge ${kind}` }, ENDED[kind] || kind);
+const ENDED = { unknown: "running, or unknown" };
 const empty = text => el("p", { class: "empty" }, text);
 const pairs = list => el("dl", {}, list.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 
@@ -98,7 +99,7 @@ function attemptPlots(run, number) {
     const saves = run.saves.plotted.filter(s => s.epoch === a.epoch);
     const merged = a.segments > a.columns.length;
     return el("div", { class: "attempt" },
-      el("h4", {}, `Attempt ${a.epoch}`, el("span", {}, `${when(a.began_s)} UTC · ${seconds(a.wall_s)} · ${a.ended}`,
+      el("h4", {}, `Attempt ${a.epoch}`, el("span", {}, `${when(a.began_s)} UTC · ${seconds(a.wall_s)} · ${ENDED[a.ended] || a.ended}`,
         merged && ` · ${count(a.segments)} stretches drawn as ${count(a.columns.length)} columns; a column is split by its areas' seconds`)),
       plot((svg, width) => timeline(svg, a, saves, width), `timeline-${number}-${a.epoch}`),
       a.stages.length ? [el("h4", {}, "Its start", el("span", {}, "stages may run at the same time")),
@@ -107,7 +108,7 @@ function attemptPlots(run, number) {
 }
 
 function timelines(run, number) {
-  const drawn = attemptPlots(run, number), hidden = run.attempts.length - drawn.length, open = drawn.slice(-6), older = drawn.slice(0, -6);
+  const drawn = attemptPlots(run, number), hidden = run.attempts.filter(a => a.wall_s > 0).length - drawn.length, open = drawn.slice(-6), older = drawn.slice(0, -6);
   return el("section", { class: "panel" }, el("h3", {}, "Where the time went", el("span", {}, "triangles are saves")), legend(run),
     run.attempts.length > 1 && [el("h4", {}, "All attempts", el("span", {}, "each bar is split by its areas' seconds")), overview(run)],
     hidden > 0 && el("p", { class: "empty" }, `The oldest ${count(hidden)} of ${count(run.attempts.length)} attempts are drawn here only; the table below has all.`),
