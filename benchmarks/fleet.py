@@ -66,7 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="SVG files go here")
     parser.add_argument("--jobs", type=int, help="jobs of each size (2000)")
-    parser.add_argument("--ranks", default="8,64,256,1024,4096", help="sizes of jobs")
+    parser.add_argument(
+        "--ranks", type=_sizes, default=(8, 64, 256, 1024, 4096), help="sizes of jobs, as 8,64,256"
+    )
     parser.add_argument("--rate", choices=tuple(RATES), default="rsc-jobs", help="of failures")
     parser.add_argument(
         "--save-scale",
@@ -77,6 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=7)
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(n) for n in text.split(",")}))
+
+
 def run(args: argparse.Namespace) -> Report:
     try:
         times = read_times(args.measured)
@@ -85,7 +91,7 @@ def run(args: argparse.Namespace) -> Report:
         raise SystemExit(2) from None
     times = {way: _scaled(t, args.save_scale) for way, t in times.items()}
     jobs = args.jobs or (200 if args.quick else 2000)
-    sizes = [int(n) for n in args.ranks.split(",")]
+    sizes = args.ranks
     work_s = work(jobs, args.seed)
     rate = RATES[args.rate]
     rows: list[Row] = []
