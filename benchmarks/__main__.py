@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import (
+    fleet,
     freshness,
     interference,
     limits,
@@ -33,6 +34,7 @@ BENCHMARKS: dict[
     "persist": (persist.add_options, persist.run),
     "scale": (scale.add_options, scale.run),
     "publish": (publish.add_options, publish.run),
+    "fleet": (fleet.add_options, fleet.run),
     "freshness": (freshness.add_options, freshness.run),
     "serve": (serve.add_options, serve.run),
 }

@@ -1,6 +1,7 @@
 """The pictures of docs/images: `python -m benchmarks.screenshots` draws them again.
 
-The status page is shown as it is, in a real Chromium, of a made-up registry in memory.
+The status page and the page of `trainer ett` are shown as they are, in a real Chromium, of a made-up
+registry in memory and of a made-up run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import random
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.made_runs import sample_advice, sample_losses, sample_run
 from ckpt import layout
 from ckpt.digest import digest_of
 from ckpt.events import LogSink
@@ -37,6 +40,7 @@ from publisher.records import (
     VersionManifest,
 )
 from publisher.registry import Registry
+from trainer.ett.page import write_page
 
 RUN_ID = "feed-ranking"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -290,20 +294,45 @@ def served(play: Play, token: str | None = None) -> Iterator[str]:
         thread.stop()
 
 
-def shoot(folder: Path, *, scheme: str = "light", width: int = 1200) -> Path:
+def shoot_status(folder: Path, *, scheme: str = "light", width: int = 1200) -> Path:
     target = folder / "status-page.png"
     with served(fill(time.time())) as url, browser() as chrome:
-        page = chrome.new_page(
-            viewport={"width": width, "height": 1060}, color_scheme=scheme, reduced_motion="reduce"
-        )
+        page = _page(chrome, scheme, width, 1060)
         page.goto(url)
         page.wait_for_selector("#card-live .big")
         page.screenshot(path=target, full_page=True)
+    return _small(target)
+
+
+def shoot_ett(folder: Path, *, scheme: str = "light", width: int = 1200) -> Path:
+    """The upper part of the page: figures, waterfall, losses, the first timelines."""
+    target, report = folder / "ett-page.png", sample_run()
+    with tempfile.TemporaryDirectory() as scratch, browser() as chrome:
+        html = Path(scratch) / "ett.html"
+        write_page([report], [sample_losses(report)], [sample_advice()], html)
+        page = _page(chrome, scheme, width, 1250)
+        page.goto(html.as_uri())
+        page.wait_for_selector("#timeline-0-1 rect")
+        page.screenshot(path=target)
+    return _small(target)
+
+
+def _page(chrome: Any, scheme: str, width: int, height: int) -> Any:
+    size = {"width": width, "height": height}
+    return chrome.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+
+
+def _small(target: Path) -> Path:
     with suppress(ImportError):  # a third of the size, where Pillow is installed
         from PIL import Image
 
-        Image.open(target).convert("RGB").quantize(128).save(target, optimize=True)
+        image = Image.open(target).convert("RGB")
+        # Covering all colours, not the frequent ones: legends have few pixels.
+        image.quantize(128, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
     return target
+
+
+PICTURES = {"status": shoot_status, "ett": shoot_ett}
 
 
 def main() -> int:
@@ -311,10 +340,12 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=Path("docs/images"))
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--width", type=int, default=1200)
+    parser.add_argument("--only", choices=tuple(PICTURES))
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
-    target = shoot(args.to, scheme=args.scheme, width=args.width)
-    print(f"{target}: {target.stat().st_size >> 10} KiB")
+    for name in [args.only] if args.only else PICTURES:
+        target = PICTURES[name](args.to, scheme=args.scheme, width=args.width)
+        print(f"{target}: {target.stat().st_size >> 10} KiB")
     return 0
 
 
