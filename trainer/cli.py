@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.command import entry
+from ckpt.command import run_command
 
 if TYPE_CHECKING:
     from trainer.ett import EttReport
@@ -147,7 +148,15 @@ def _share(seconds: float, wall_s: float) -> str:
     return f"{100 * seconds / wall_s:.1f}%" if wall_s > 0 else ""
 
 
-main = entry(cli)
+def main() -> None:
+    """The `trainer` command."""
+    code = run_command(cli)
+    if "torch" in sys.modules:
+        from trainer.leaving import leave
+
+        leave(code)
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     main()
