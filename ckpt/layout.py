@@ -126,6 +126,11 @@ def export_key(fingerprint: str) -> str:
     return f"{SERVING}exports/{fingerprint}.json"
 
 
+def plan_key(key: str) -> str:
+    """A sharding plan, named by all that it depends on."""
+    return f"plans/{key}.json"
+
+
 def code_key(sha256_hex: str, suffix: str) -> str:
     """Code artifacts are named by content: what is trusted can't change under its name."""
     return f"{CODE}{sha256_hex}{suffix}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 
-from ckpt.command import entry
+from ckpt.command import run_command
 
 
 @click.group(epilog="Every command takes --debug, which shows the trace of an error.")
@@ -110,7 +111,15 @@ def ett(roots: tuple[str, ...], *, as_json: bool, changes: str | None) -> None:
         show(reports, wanted)
 
 
-main = entry(cli)
+def main() -> None:
+    """The `trainer` command."""
+    code = run_command(cli)
+    if "torch" in sys.modules:
+        from trainer.leaving import leave
+
+        leave(code)
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     main()

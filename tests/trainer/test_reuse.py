@@ -15,7 +15,8 @@ from ckpt.storage import MemoryStorage, Storage
 from ckpt.trust import TrustList
 from tests.trainer import served_models as models
 from trainer.description import ServedModel, describe_once, export_description
-from trainer.description.fingerprint import UnprovableError, fingerprint_of
+from trainer.description.fingerprint import fingerprint_of
+from trainer.plain import UnprovableError
 
 
 class Scaled(models.Ranker):

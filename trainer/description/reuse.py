@@ -23,8 +23,9 @@ from ckpt.schema import VocabularyIds, decode_description
 from ckpt.storage import Storage
 from ckpt.trust import TrustList
 from ckpt.typed import decode_stored
-from trainer.description.fingerprint import UnprovableError, fingerprint_of
+from trainer.description.fingerprint import fingerprint_of
 from trainer.description.served import ServedModel
+from trainer.plain import UnprovableError
 
 _Export = Callable[[ServedModel, Storage, TrustList], str]
 _KIND = "export_record"
