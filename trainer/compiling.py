@@ -200,7 +200,9 @@ class _Call:
         if part.graphs:
             reason = _recompile_reason()
             if part.graphs >= MAX_GRAPHS:
-                part.failure = f"it was compiled {part.graphs} times already, lastly because {reason}"
+                part.failure = (
+                    f"it was compiled {part.graphs} times already, lastly because {reason}"
+                )
                 raise BadInputError(part.failure)  # taken up in _run
             part.reasons.append(reason)
             _log.warning(
