@@ -191,7 +191,7 @@ class _Call:
         try:
             return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as e:  # while compiling: nothing has run yet
-            self._part.failure = f"it can't be compiled: {_first_line(e)}"
+            self._part.failure = self._part.failure or f"it can't be compiled: {_first_line(e)}"
             _log.warning("%s runs eagerly: %s", self._part.name, self._part.failure)
         return self._eager(*args, **kwargs)
 
@@ -200,9 +200,10 @@ class _Call:
         if part.graphs:
             reason = _recompile_reason()
             if part.graphs >= MAX_GRAPHS:
-                raise torch._dynamo.exc.TorchDynamoException(
-                    f"it was compiled {part.graphs} times already, now because of: {reason}"
+                part.failure = (
+                    f"it was compiled {part.graphs} times already, lastly because {reason}"
                 )
+                raise BadInputError(part.failure)  # taken up in _run
             part.reasons.append(reason)
             _log.warning(
                 "%s is compiled again, which costs seconds to minutes: %s", part.name, reason
