@@ -92,15 +92,39 @@ def launch(preload: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     help="Ask a model of the run: block, interval, start, recover, lag as durations (0.1s, 5m), "
     "failures per time (3/day).",
 )
-def ett(roots: tuple[str, ...], *, as_json: bool, changes: str | None) -> None:
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Write one self-contained page to this file."
+)
+@click.option(
+    "--prometheus",
+    type=click.Path(path_type=Path),
+    help="Write gauges to this .prom file, for node_exporter's textfile collector.",
+)
+@click.option(
+    "--tensorboard", type=click.Path(path_type=Path), help="Write scalars to this folder."
+)
+def ett(
+    roots: tuple[str, ...],
+    *,
+    as_json: bool,
+    changes: str | None,
+    html: Path | None,
+    prometheus: Path | None,
+    tensorboard: Path | None,
+) -> None:
     """Show which share of a run's wall time was training on new data, and where the rest went.
 
     ROOT is a run's root, or the folder that its ledger was kept in. Several are compared.
     """
-    from trainer.ett import parse_changes, read_report
+    from trainer.ett import advise, fleet, losses, parse_changes, read_report
+    from trainer.ett.outputs import Places, add_outputs
 
     wanted = parse_changes(changes) if changes is not None else None
     reports = [read_report(root) for root in roots]
+    percent = fleet(reports).ett_percent if len(reports) > 1 else None
+    places = Places(html, prometheus, tensorboard)
+    for path in add_outputs(reports, losses, advise, places, fleet_percent=percent):
+        click.echo(f"written: {path}", err=True)
     if as_json:
         from trainer.ett.written import as_dict
 
