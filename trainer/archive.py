@@ -9,6 +9,7 @@ import io
 import os
 import tarfile
 import tempfile
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 import zstandard
@@ -20,8 +21,10 @@ MAX_UNPACKED_BYTES = 2 << 30
 MAX_FILES = 100_000
 
 
-def pack(folder: Path) -> bytes:
+def pack(folder: Path, without: Collection[Path] = ()) -> bytes:
     """The folder as tar + zstd, the same bytes for the same files. Locks and our own marks stay out.
+
+    without: folders in it that are left out.
 
     BadInputError if it is larger than would be loaded.
     """
@@ -39,6 +42,8 @@ def pack(folder: Path) -> bytes:
                 or name.suffix in (".lock", ".tmp")
                 or "locks" in name.parts
             ):
+                continue
+            if any(path.is_relative_to(w) for w in without):
                 continue
             content = path.read_bytes()
             total += len(content)

@@ -36,6 +36,7 @@ from ckpt.layout import compile_cache_key, compile_cache_prefix, parse_compile_c
 from ckpt.storage import Storage
 from ckpt.trust import TrustList
 from trainer.archive import MAX_ARCHIVE_BYTES, pack, unpack
+from trainer.autotuned import losers
 from trainer.compile_folder import locked
 from trainer.compiling import cpp_compiler
 
@@ -131,7 +132,7 @@ class CompileCache:
         Call it after the warm-up, on one rank of each host, if nothing was loaded. Runs on any thread.
         """
         try:
-            data = pack(self._folder)
+            data = pack(self._folder, losers(self._folder))
             sha256 = hashlib.sha256(data).hexdigest()
             there = self._archives()
             if sha256 not in there and len(there) >= MAX_ARCHIVES:

@@ -5,7 +5,9 @@
 
 Parts are the largest submodules without an embedding table in them. Each is compiled as one whole graph
 with its backward pass, and its tensors' first dimension is marked dynamic, so that batch sizes and
-numbers of ids never compile again. State-dict names, hooks around the parts, copies and exports are as
+numbers of ids don't compile again, with one exception: on CPUs torch 2.13 sums more than 4,096 values in
+another way, so a part that sums over the batch may be compiled a second time where a size crosses that.
+State-dict names, hooks around the parts, copies and exports are as
 before: `nn.Module` takes the compiled call from a field that copies leave out.
 
 A part runs eagerly

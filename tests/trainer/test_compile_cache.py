@@ -239,3 +239,24 @@ def test_the_same_files_make_the_same_archive(
     for path in (tmp_path / "made").rglob("*"):
         os.utime(path, (1, 1))
     assert hashlib.sha256(archive.pack(tmp_path / "made")).hexdigest() == saved
+
+
+def test_autotuned_kernels_that_lost_stay_out(
+    storage: MemoryStorage, trust: TrustList, tmp_path: Path
+) -> None:
+    made, there = folder_in(tmp_path, "made"), folder_in(tmp_path, "there")
+    kept = {
+        "ab/k.best_config": b'{"XBLOCK": 64, "triton_cache_hash": "WON"}',
+        "ab/broken.best_config": b"{",
+        "triton/0/WON/triton_mm.json": b"{}",
+        "triton/0/WON/triton_mm.cubin": b"fast",
+        "triton/0/UNTUNED/triton_add.json": b"{}",
+        "triton/0/UNTUNED/triton_add.cubin": b"only",
+    }
+    lost = {"triton/0/LOST/triton_mm.json": b"{}", "triton/0/LOST/triton_mm.cubin": b"slow"}
+    for name, content in (kept | lost).items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(content)
+    assert CompileCache(storage, trust, KEY, made).save()
+    assert CompileCache(storage, trust, KEY, there).load().found == "loaded"
+    assert files_in(there) == kept

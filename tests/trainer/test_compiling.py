@@ -134,9 +134,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         patch.setattr(compile_folder.tempfile, "gettempdir", lambda: str(base))
-        # One process, and no headers compiled ahead: faster for one kernel or two.
+        # No pool of processes for one kernel or two.
         patch.setattr(inductor, "compile_threads", 1)
-        patch.setattr(inductor, "cpp_cache_precompile_headers", False)
         counters.clear()
         model, prepared = prepare()
         misses = counters["inductor"]["fxgraph_cache_miss"]
