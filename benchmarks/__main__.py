@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import (
+    ett,
     fleet,
     freshness,
     interference,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[
     "fleet": (fleet.add_options, fleet.run),
     "freshness": (freshness.add_options, freshness.run),
     "serve": (serve.add_options, serve.run),
+    "ett": (ett.add_options, ett.run),
 }
 
 

@@ -26,6 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # imports a module under its old name.
     for message in ("Failed to import. fbgemm_gpu", "The Python module fbgemm_gpu"):
         config.addinivalue_line("filterwarnings", rf"ignore:\W+93m\s+{message}:DeprecationWarning")
+    # torch at import of its own torch.distributed.optim.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+    )
 
 
 @pytest.fixture(scope="session")
