@@ -18,7 +18,8 @@ def cli() -> None:
 
     Exit codes: 0 done, 1 defect, 2 bad input, 3 not found, 4 conflict, 5 corrupt,
     6 storage failed or too slow, 7 the last save failed, 75 stopped on request and saved,
-    76 stopped on request and not saved in time, 130 interrupted.
+    76 stopped on request and not saved in time, 130 interrupted, 143 asked to end while
+    another rank was gone.
     """
 
 

@@ -161,7 +161,8 @@ class Preemption:
             return
         self._closed = True
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None is a handler that C code installed: it can't be given back from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._before:
             signal.set_wakeup_fd(self._old_fd)
         os.write(self._woken, b"\0")
