@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:\W+93m\s+{message}:DeprecationWarning")
     # torch at import of its own torch.distributed.optim.
     config.addinivalue_line(
-        "filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+        "filterwarnings", r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning"
     )
 
 

@@ -378,9 +378,10 @@ class Session(Generic[B_co]):
         self._ledger.record(
             "preempted", step=self.steps, position=self.position, asked=ask.rank, why=ask.why
         )
+        self._checkpointer.flush(preemption.left_s)  # so that no policy skips the last save
         if self._saved_step < self.steps:
             self.save()
-        self._checkpointer.flush(preemption.left_s)
+            self._checkpointer.flush(preemption.left_s)
         last = self.stats.last_commit
         committed = max(last.step if last else 0, self._restored_step)
         said = f"rank {ask.rank} was asked to end ({ask.why}): stopped after step {self.steps}"

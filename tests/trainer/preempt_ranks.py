@@ -27,7 +27,7 @@ from ckpt.storage import LocalStorage
 from trainer import Session
 
 RANKS = 2
-TOLD = ("training", "saving", "evaluating", "deaf")
+TOLD = ("training", "saving", "evaluating", "deaf", "dead")
 
 
 class Endless:
