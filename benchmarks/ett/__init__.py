@@ -234,16 +234,19 @@ def _repeated_ratio(ways: dict[Way, tuple[RunReport, Figures]]) -> float:
 
 
 def _for_fleet(seen: dict[str, dict[Way, tuple[RunReport, Figures]]]) -> dict[str, Any]:
-    """Medians over the models, by way."""
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        each = [w[way][1] for w in seen.values() if way in w]
-        if each:
-            found[way] = {
-                key: statistics.median(getattr(f, key) for f in each)
-                for key in (
-                    *("block_s", "lag_s", "start_s", "recover_s"),
-                    *("shutdown_s", "publish_s", "step_inflation"),
-                )
+    """Rows of costs, by way and model."""
+    names = ("block_s", "lag_s", "start_s", "recover_s", "shutdown_s", "publish_s")
+    called = {"sync": "baseline", "async": "async", "ours": "ours"}
+    return {
+        "rows": [
+            {
+                "way": called[way],
+                "model": model,
+                "ranks": 2,
+                "status": "ok",
+                **{name: getattr(found, name) for name in names},
             }
-    return found
+            for model, ways in seen.items()
+            for way, (_, found) in ways.items()
+        ]
+    }

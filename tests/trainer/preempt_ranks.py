@@ -74,9 +74,10 @@ def train(folder: Path, scenario: str, tell: int) -> None:
             if scenario == "deaf" and session.steps == 5:
                 os.write(tell, b"d")
                 os.read(os.pipe()[0], 1)  # a phase that doesn't poll, and never ends
-            if scenario == "dead" and session.steps == 5 and dist.get_rank() == 0:
+            if scenario == "dead" and session.steps == 5:
                 os.write(tell, b"d")
-                os.kill(os.getpid(), signal.SIGKILL)
+                if dist.get_rank() == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
             session.step()
             if scenario == "whole" and session.steps >= 8:
                 break
@@ -115,7 +116,7 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         asked = 1
     if scenario == "whole":
         asked = None
-    wanted, count = {"evaluating": b"e", "deaf": b"d"}.get(scenario, b"."), 0
+    wanted, count = {"evaluating": b"e", "deaf": b"d", "dead": b"d"}.get(scenario, b"."), 0
     after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1
     if scenario == "killed":
         after = 3 + life % 4  # steps 2 and 4 are saved: in one save, between two, in the other
