@@ -125,6 +125,7 @@ class Demo:
             "rollback_ms": rollback_ms,
             "restore_bitwise": restored,
             "ett_percent": ett["ett_percent"],
+            "unaccounted_percent": 100 * ett["areas"]["unaccounted"] / ett["wall_s"],
         }
 
     def _summary(self, result: dict[str, Any], ett: dict[str, Any]) -> Summary:
@@ -294,6 +295,10 @@ def broken_promises(summary: Summary) -> list[str]:
         < PARITY_LIMIT,
         f"requests were answered ({s['served_requests']})": s["served_requests"] > 0,
         f"no request failed ({s['served_errors']} did)": s["served_errors"] == 0,
+        f"all but 1% of the time is accounted for ({s['unaccounted_percent']:.3f}% isn't)": s[
+            "unaccounted_percent"
+        ]
+        <= 1,
         "the restored file equals the trainer's memory": s["restore_bitwise"] is True,
     }
     return [text for text, ok in kept.items() if not ok]
