@@ -246,6 +246,8 @@ def wait_until_told(session: Session[Any]) -> None:
 
 
 def test_case_d46_told_while_it_restores_or_before_the_first_step(tmp_path: Path) -> None:
+    before, before_fd = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before_fd)
     model = torch.nn.Linear(2, 2)
     with Session(str(tmp_path), {"model": model}, Reader()) as session:
         next(session.batches())
@@ -260,8 +262,10 @@ def test_case_d46_told_while_it_restores_or_before_the_first_step(tmp_path: Path
             wait_until_told(session)
         assert e.value.exit_code == PREEMPTED == 75
         assert steps_of(tmp_path) == [1]
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.set_wakeup_fd(-1) == -1
+        assert signal.getsignal(signal.SIGTERM) is before
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    assert descriptor == before_fd
 
 
 def test_a_callback_asks_too_and_the_ledger_says_so(tmp_path: Path) -> None:
