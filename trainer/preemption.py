@@ -27,11 +27,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ckpt.coordinator import Coordinator
-from ckpt.errors import SidestageError, StorageError
+from ckpt.errors import DeadlineError, SidestageError, StorageError
 from ckpt.types import Clock, SystemClock
+
+T = TypeVar("T")
 
 _log = logging.getLogger("sidestage")
 
@@ -204,7 +206,7 @@ class Preemption:
         except StorageError as e:  # a rank or the store's host is gone: nothing can be agreed on
             _log.warning("preemption: the ranks don't agree on where to stop: %s", e)
             self._say("preempt_failed", error=str(e))
-            if not self._finishing:
+            if not (self._finishing or self._closed):
                 self._end(ENDED_BY_SIGTERM)
             self._known.set()
         self._see_to_the_end()
@@ -238,13 +240,26 @@ class Preemption:
         )
         mine = {"tick": self._proposal}
         if self._talk.rank == 0:
-            ticks = [p["tick"] for p in self._talk.collect(_STOP, mine, self._agree_s)]
+            told = self._patiently(lambda wait_s: self._talk.collect(_STOP, mine, wait_s))
+            ticks = [p["tick"] for p in told]
             self._talk.announce(_STOP, {"tick": max(ticks)})
             self._stop = max(ticks)
         else:
             self._talk.post(_STOP, mine)
-            self._stop = int(self._talk.hear(_STOP, self._agree_s)["tick"])
+            heard = self._patiently(lambda wait_s: self._talk.hear(_STOP, wait_s))
+            self._stop = int(heard["tick"])
         self._known.set()
+
+    def _patiently(self, wait: Callable[[float], T]) -> T:
+        """Wait for the others in short pieces: a rank that is ending meanwhile isn't held up."""
+        until_s = self._clock.monotonic() + self._agree_s
+        while True:
+            left_s = until_s - self._clock.monotonic()
+            try:
+                return wait(max(0.001, min(left_s, self._poll_s)))
+            except DeadlineError:
+                if left_s <= self._poll_s or self._closed:
+                    raise
 
     def _see_to_the_end(self) -> None:
         """Half of the grace belongs to training, to get to the stop; the rest to what is staged."""

@@ -78,16 +78,13 @@ def figures(report: RunReport) -> Figures:
     back = [_recovery_s(report, a) for a in others]
     kills, after_preemption = back[: len(KILLS)], back[len(KILLS) :]
     measured = report.measured
-    # Stopping on request takes time too: it is the shutdown of the attempt that was preempted.
-    stopping_s = report.attempts[len(KILLS)].areas["shutdown"]
     preempted = report.attempts[len(KILLS)].ended == "preempted"
     return Figures(
         block_s=max(1e-4, measured.block_s or 1e-4),
         lag_s=measured.lag_s or 0.0,
         start_s=first.time_to_start_s or 0.0,
         recover_s=sum(kills) / len(kills),
-        preempt_s=(after_preemption[0] if after_preemption else 0.0)
-        + (stopping_s if preempted else 0.0),
+        preempt_s=after_preemption[0] if after_preemption else 0.0,
         preempt_repeats=not preempted,
         shutdown_s=last.areas["shutdown"],
         publish_s=sum(a.areas["publishing"] for a in report.attempts),
@@ -96,9 +93,10 @@ def figures(report: RunReport) -> Figures:
 
 
 def _recovery_s(report: RunReport, attempt: AttemptTime) -> float:
-    """From the end of the attempt before to this one's first step."""
+    """From the last step before to this attempt's first one: survivors take their time to end, too."""
     before = [a for a in report.attempts if a.epoch < attempt.epoch][-1]
-    return attempt.started_at_s - before.ended_at_s + (attempt.time_to_start_s or 0.0)
+    gap_s = before.areas["shutdown"] + attempt.started_at_s - before.ended_at_s
+    return gap_s + (attempt.time_to_start_s or 0.0)
 
 
 def _interrupt(job: LifeJob, process: subprocess.Popen[bytes]) -> None:

@@ -171,6 +171,15 @@ def test_a_rank_that_is_gone_ends_the_others_at_once(store: Any) -> None:
     rank.preemption.close()
 
 
+def test_a_rank_that_ends_does_not_wait_for_one_that_is_gone(store: Any) -> None:
+    """A crash elsewhere ends this rank's training; the launcher's SIGTERM must not keep it."""
+    rank = Rank(0, store, agree_s=3600.0)
+    rank.asks = True
+    assert store.get("t/preempt-asked/out")  # the agreement has begun
+    rank.preemption.close()
+    assert rank.ended == []
+
+
 def test_a_rank_that_has_finished_is_not_missed(store: Any) -> None:
     said = threading.Event()
     rank = Rank(1, store, agree_s=0.01, say=lambda event, **_: said.set())
