@@ -12,9 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckpt.coordinator import Coordinator
 from ckpt.types import Clock
+
+if TYPE_CHECKING:  # it imports torch, and the account of a run needs the formula only
+    from ckpt.coordinator import Coordinator
 
 DAY_S = 86400.0
 _log = logging.getLogger("sidestage")
@@ -46,8 +49,8 @@ def best_interval_s(costs: SaveCosts) -> float:
 
 def cost_share(interval_s: float, costs: SaveCosts) -> float:
     """The share of training time, 0 to 1, that saving at this interval and failing costs."""
-    repeated_s = interval_s / 2 + costs.lag_s
-    return min(1.0, costs.block_s / interval_s + repeated_s / costs.between_failures_s)
+    blocked = costs.block_s / interval_s if interval_s > 0 else math.inf
+    return min(1.0, blocked + (interval_s / 2 + costs.lag_s) / costs.between_failures_s)
 
 
 def between_failures_s(failures: int, wall_s: float) -> float:

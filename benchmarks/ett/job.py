@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainer.interval import SaveCosts, best_interval_s
+
 Way = Literal["sync", "async", "ours"]
 WAYS: tuple[Way, ...] = ("sync", "async", "ours")
 Technique = Literal[
@@ -100,7 +102,7 @@ def replay(way: Figures, training_s: float, kills: int = 2, preemptions: int = 1
     """
     repeats = kills + (preemptions if way.preempt_repeats else 0)
     apart_s = training_s / max(1, kills + preemptions)
-    interval_s = max(math.sqrt(2 * way.block_s * apart_s), way.lag_s, 1e-3)
+    interval_s = max(best_interval_s(SaveCosts(way.block_s, way.lag_s, apart_s)), 1e-3)
     interval_s = min(interval_s, training_s)
     repeated_s = repeats * min(interval_s / 2 + way.lag_s, apart_s)
     wall_s = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.ett.job import CALIBRATED, FIRST_SAVE, LifeJob
+from trainer.interval import SaveCosts, best_interval_s
 
 
 class Pace:
@@ -43,7 +44,7 @@ class Pace:
         if done == FIRST_SAVE:
             step_s = self._step_s(done, block_s)
             apart_s = self._job.training_s / max(1, self._job.failures)
-            interval_s = max(math.sqrt(2 * block_s * apart_s), lag_s)
+            interval_s = best_interval_s(SaveCosts(block_s, lag_s, apart_s))
             self._every = self._agree(max(1, math.ceil(interval_s / step_s)))
         if self.steps is None and step == CALIBRATED:
             steps = math.ceil(self._job.training_s / self._step_s(done, block_s))

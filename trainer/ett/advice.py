@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from trainer import interval
 from trainer.ett.records import AREAS, Advice, Area, Loss, RunReport
+from trainer.interval import SaveCosts
 
 _DAY_S = 86400.0
 
@@ -50,15 +52,15 @@ def best_interval_s(block_s: float, lag_s: float, apart_s: float) -> tuple[float
         f"sqrt(2 x {seconds_text(block_s)} a save x {seconds_text(apart_s)} between failures) "
         f"= {seconds_text(best_s)}"
     )
+    interval_s = interval.best_interval_s(SaveCosts(block_s, lag_s, apart_s))
     if best_s < lag_s:
-        return lag_s, f"{balance}, but a save takes {seconds_text(lag_s)} to commit"
-    return best_s, balance
+        return interval_s, f"{balance}, but a save takes {seconds_text(lag_s)} to commit"
+    return interval_s, balance
 
 
 def interval_cost(interval_s: float, block_s: float, lag_s: float, apart_s: float) -> float:
     """Points of ETT% that saving and training again cost."""
-    blocked = block_s / interval_s if interval_s > 0 else math.inf
-    return 100 * min(1.0, blocked + (interval_s / 2 + lag_s) / apart_s)
+    return 100 * interval.cost_share(interval_s, SaveCosts(block_s, lag_s, apart_s))
 
 
 def seconds_text(seconds: float) -> str:
