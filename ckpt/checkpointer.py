@@ -298,8 +298,10 @@ class Checkpointer:
         """
         return self._engine.drain(timeout_s)
 
-    def close(self) -> None:
-        """Drain pending saves within `close_timeout_s`, then report by policy. Idempotent.
+    def close(self, timeout_s: float | None = None) -> None:
+        """Drain pending saves within `timeout_s`, then report by policy. Idempotent.
+
+        timeout_s: `close_timeout_s` by default; less where it is known that they can't end.
 
         A save that is being written then goes on alone; the event `save_failed` says so.
         Call it before the process group is destroyed: the last commit needs the job's store.
@@ -308,7 +310,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._drain_and_end("close() gave up waiting")
+        self._drain_and_end("close() gave up waiting", timeout_s)
         self._outcomes.raise_by_policy()
 
     def __enter__(self) -> Checkpointer:
@@ -498,10 +500,12 @@ class Checkpointer:
         """The process ends without close(): drain all the same, and say so if that fails."""
         self._drain_and_end("the process ended first")
 
-    def _drain_and_end(self, why: str) -> None:
+    def _drain_and_end(self, why: str, timeout_s: float | None = None) -> None:
         if os.getpid() != self._process:
             return  # a fork: the thread and the saves are the other process's
-        if self._engine.close(self._config.close_timeout_s):
+        if timeout_s is None:
+            timeout_s = self._config.close_timeout_s
+        if self._engine.close(timeout_s):
             self._stager.close()
         else:  # what is still being written stays guarded
             self._sink.emit("save_failed", step=self._last_step, error=why)

@@ -14,7 +14,8 @@ collectives and at no cost to a step:
 It can't deadlock: proposals come from watcher threads, whatever the main threads wait for, and a rank
 that waits at its own proposal is no higher than the stop, so nobody beyond it needs it to go on.
 A rank that is dead proposes nothing: after `agree_s` the others end as SIGTERM would have
-ended them. That is the usual case when a launcher ends what a crash has left over.
+ended them. A rank that leaves by an error ends the agreement at once: SIGTERM is then the launcher's,
+which ends what a crash has left over (trainer.roll_call).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -32,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 from ckpt.coordinator import Coordinator
 from ckpt.errors import DeadlineError, SidestageError, StorageError
 from ckpt.types import Clock, SystemClock
+from trainer.roll_call import RollCall
 
 T = TypeVar("T")
 
@@ -48,6 +51,8 @@ _ASKED, _STOP = "preempt-asked", "preempt-stop"
 _POLL_S = 0.25
 _POLLS_PER_S = 1000.0  # of all ranks together: what a job's store bears beside its work
 _AGREE_S = 5.0
+_ANSWER_S = 0.5
+_FAILING = "error"
 
 
 class PreemptedError(SidestageError):
@@ -64,10 +69,14 @@ class PreemptedLateError(PreemptedError):
 
 @dataclass(frozen=True)
 class Ask:
-    """Who was told to end first, and how: a signal's name or "callback"."""
+    """Who was told to end first, and how: a signal's name, "callback", or "error": that rank is failing."""
 
     rank: int
     why: str
+
+
+class _FailingError(Exception):
+    """A rank leaves by an error: nothing is left to agree on."""
 
 
 class Flush(Protocol):
@@ -123,6 +132,10 @@ class Preemption:
         """What all ranks were asked by; None while nobody was."""
         self._deadline_s: float | None = None
         self._saved = False
+        self._failing = False  # this rank is
+        self._roll = RollCall(coordinator, _ANSWER_S + 2 * self._poll_s)
+        self._all_here = False
+        self._called = threading.Event()  # _all_here is known, or will never be
         self._finishing = False
         self._closed = False
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -156,6 +169,16 @@ class Preemption:
     def finishing(self) -> None:
         """Training has ended by itself: other ranks may be gone already, and that is no trouble."""
         self._finishing = True
+
+    def failing(self) -> None:
+        """This rank leaves by an error: ask which ranks are still there."""
+        self._failing = True
+        os.write(self._woken, b"\0")
+
+    def all_here(self) -> bool:
+        """After `failing`: is every rank still there, so that pending saves can end? Waits for answers."""
+        self._called.wait()
+        return self._all_here
 
     def close(self) -> None:
         """Watch no more, and give signals back to whom they belonged. Idempotent."""
@@ -200,27 +223,56 @@ class Preemption:
             ask = self._wait_to_be_asked()
             if ask is None:
                 return
+            if ask.why == _FAILING:
+                raise _FailingError
             self.ask = ask
             self._deadline_s = self._clock.monotonic() + self.grace_s
             self._agree(ask)
+            self._all_here = True  # all have answered
+        except _FailingError:
+            self._call_roll()
         except StorageError as e:  # a rank or the store's host is gone: nothing can be agreed on
             _log.warning("preemption: the ranks don't agree on where to stop: %s", e)
             self._say("preempt_failed", error=str(e))
-            if not (self._finishing or self._closed):
-                self._end(ENDED_BY_SIGTERM)
-            self._known.set()
+            self._leave()
+        finally:
+            self._called.set()
         self._see_to_the_end()
+
+    def _leave(self) -> None:
+        """End as SIGTERM would have ended this process, unless it is about to end by itself."""
+        if not (self._failing or self._finishing or self._closed):
+            self._end(ENDED_BY_SIGTERM)
+        self._known.set()
+
+    def _call_roll(self) -> None:
+        """A rank is failing, maybe this one; if not, it may wait in a collective until SIGTERM."""
+        self._known.set()
+        if self._failing:
+            with suppress(StorageError):
+                self._talk.announce(_ASKED, {"rank": self._talk.rank, "why": _FAILING})
+        self._all_here = self._roll.all_here()
+        self._called.set()
+        while not (self._told or self._closed):
+            self._pause(self.grace_s)
+        if self._deadline_s is None:
+            self._deadline_s = self._clock.monotonic() + self.grace_s
+        if self._all_here and not (self._failing or self._closed):
+            self._flush(self.left_s)  # the failing rank's saves have parts here
+        self._leave()
 
     def _wait_to_be_asked(self) -> Ask | None:
         while not self._closed:
             self._pause(self._poll_s)
+            if self._failing:
+                return Ask(self._talk.rank, _FAILING)
             if self._told is None and self._noticed():
                 self._told = Ask(self._talk.rank, "callback")
+            if (heard := self._talk.peek(_ASKED)) is not None:
+                return Ask(int(heard["rank"]), str(heard["why"]))
             if self._told is not None:
                 self._talk.announce(_ASKED, {"rank": self._told.rank, "why": self._told.why})
                 return self._told
-            if heard := self._talk.peek(_ASKED):
-                return Ask(int(heard["rank"]), str(heard["why"]))
         return None
 
     def _noticed(self) -> bool:
@@ -258,6 +310,9 @@ class Preemption:
             try:
                 return wait(max(0.001, min(left_s, self._poll_s)))
             except DeadlineError:
+                heard = self._talk.peek(_ASKED)
+                if self._failing or (heard and heard["why"] == _FAILING):
+                    raise _FailingError from None
                 if left_s <= self._poll_s or self._closed:
                     raise
 

@@ -41,6 +41,7 @@ from trainer.preemption import PreemptedError, PreemptedLateError, Preemption
 B_co = TypeVar("B_co", covariant=True)
 
 _NO_BATCH: Any = object()
+_ALONE_S = 1.0  # a dead rank's part may be there already, and only ours be missing
 _OWN = "session"
 _RNG = "rng"
 
@@ -297,7 +298,7 @@ class Session(Generic[B_co]):
                 if error is None:
                     self.finish()
             finally:
-                self._checkpointer.close()
+                self._checkpointer.close(self._drain_limit_s(error))
         except SidestageError:
             if error is None:  # never hide what ended the block
                 raise
@@ -309,6 +310,15 @@ class Session(Generic[B_co]):
             self._ledger.close()
             if self._mirror is not None:
                 self._mirror.copy()
+
+    def _drain_limit_s(self, error: BaseException | None) -> float | None:
+        """After an error: 0 where a dead rank's part is missing, for such a save never ends."""
+        if error is None or isinstance(error, PreemptedError) or self._preemption is None:
+            return None
+        self._preemption.failing()
+        if self._checkpointer.flush(_ALONE_S) or self._preemption.all_here():
+            return None
+        return 0.0
 
     def _begin(self) -> None:
         """Take up where the checkpoint left off, and open the ledger of this attempt."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig
 from ckpt.catalog import Catalog
-from ckpt.errors import SidestageError
+from ckpt.errors import BadInputError, SidestageError
 from ckpt.storage import LocalStorage
 from trainer import Session
 
@@ -57,7 +57,9 @@ def train(folder: Path, scenario: str, tell: int) -> None:
         str(folder),
         {"model": model},
         Endless(),
-        save_every={"saving": 4, "deaf": 4, "killed": 2, "whole": 2}.get(scenario, 1000),
+        save_every={"saving": 4, "deaf": 4, "orphan": 4, "raising": 4, "killed": 2, "whole": 2}.get(
+            scenario, 1000
+        ),
         checkpoint=slow,
         grace_s=2.0 if scenario == "deaf" else 60.0,
     )
@@ -79,6 +81,13 @@ def train(folder: Path, scenario: str, tell: int) -> None:
                 if dist.get_rank() == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             session.step()
+            if scenario == "orphan" and session.steps == 8:
+                os.write(tell, b"d")
+                if dist.get_rank() == 0:  # its part of the save is on its way still
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if scenario == "raising" and session.steps == 8:
+                os.write(tell, b"d")
+                raise BadInputError("every rank's own error")
             if scenario == "whole" and session.steps >= 8:
                 break
 
@@ -114,7 +123,7 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         os.close(write_end)
     if scenario == "dead":
         asked = 1
-    if scenario == "whole":
+    if scenario in ("whole", "orphan", "raising"):
         asked = None
     wanted, count = {"evaluating": b"e", "deaf": b"d", "dead": b"d"}.get(scenario, b"."), 0
     after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1

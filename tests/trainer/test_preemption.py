@@ -106,6 +106,21 @@ def test_a_rank_dies_and_the_other_is_told_to_end(tmp_path: Path) -> None:
     assert found["codes"][1] in (1, ENDED_BY_SIGTERM)
 
 
+@pytest.mark.distributed
+@pytest.mark.crash
+def test_a_save_that_a_dead_rank_was_part_of_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody tells the survivor to end: its collective fails while the save is still being written."""
+    (found,) = lives(tmp_path, "orphan", 1)
+    assert found["codes"] == [-9, 1]
+    assert found["steps"] in ([4], []), "the save of step 8 had no part of the rank that died"
+
+
+@pytest.mark.distributed
+def test_after_an_error_a_save_is_drained_while_every_rank_is_there(tmp_path: Path) -> None:
+    (found,) = lives(tmp_path, "raising", 1)
+    assert found == {"codes": [BadInputError.exit_code] * 2, "steps": [4, 8]}
+
+
 # -- the agreement, with threads for ranks ------------------------------------------------------
 
 
@@ -122,7 +137,7 @@ class Rank:
             options.pop("grace_s", 60.0),
             lambda timeout_s: self.flushed.append(timeout_s) is None,
             when=lambda: self.asks,
-            signals=(),
+            signals=options.pop("signals", ()),
             end=self._end,
             **options,
         )
@@ -178,6 +193,46 @@ def test_a_rank_that_ends_does_not_wait_for_one_that_is_gone(store: Any) -> None
     assert store.get("t/preempt-asked/out")  # the agreement has begun
     rank.preemption.close()
     assert rank.ended == []
+
+
+def test_ranks_are_called_by_name_after_an_error(store: Any) -> None:
+    """The second one fails; the first, in a collective, answers, and ends at the launcher's SIGTERM."""
+    ranks = [Rank(0, store), Rank(1, store)]
+    ranks[1].preemption.failing()
+    assert ranks[1].preemption.all_here()
+    ranks[0].asks = True  # too late to be asked
+    assert ranks[0].preemption.all_here()
+    assert not ranks[0].preemption.tick()
+    for rank in ranks:
+        rank.preemption.close()
+        assert rank.ended == rank.flushed == []
+
+
+@pytest.mark.parametrize("mine", [0, 1])
+def test_a_silent_rank_is_missed_after_an_error(store: Any, mine: int) -> None:
+    rank = Rank(mine, store, agree_s=3600.0)
+    rank.asks = True
+    assert store.get("t/preempt-asked/out")  # an agreement that the other one never joins
+    rank.preemption.failing()
+    assert not rank.preemption.all_here()
+    rank.preemption.close()
+    assert rank.ended == []
+
+
+def test_a_rank_in_a_collective_ends_at_once_when_another_one_is_failing() -> None:
+    """With real signals: SIGTERM after the roll call flushes what the failing rank waits for."""
+    store = dist.HashStore()
+    failing = Rank(1, store)
+    waiting = Rank(0, store, signals=(signal.SIGTERM,))
+    failing.preemption.failing()
+    assert failing.preemption.all_here()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert waiting.gone.wait(60)
+    assert waiting.ended == [ENDED_BY_SIGTERM]
+    assert len(waiting.flushed) == 1
+    for rank in (waiting, failing):
+        rank.preemption.close()
+    assert failing.ended == failing.flushed == []
 
 
 def test_a_rank_that_has_finished_is_not_missed(store: Any) -> None:
