@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
 import os
 import runpy
 import sys
@@ -50,6 +51,8 @@ def launch(arguments: Sequence[str], preload: Sequence[str] = PRELOAD) -> None:
     from torch.distributed.launcher.api import elastic_launch
 
     args, config = _parsed(arguments)
+    # Where the agent tells of a worker that ended: a restart waits for that.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_with_text)
     agent: Any = elastic_launch(config, work)
     try:
         agent(args.training_script, list(args.training_script_args), bool(args.module))
@@ -75,6 +78,14 @@ def _parsed(arguments: Sequence[str]) -> tuple[Any, Any]:
     config, _, _ = run.config_from_args(args)
     config.start_method = "forkserver"
     return args, config
+
+
+def _with_text(record: logging.LogRecord) -> bool:
+    """Format an exception here: torch's formatter imports torch._dynamo for it, which takes two seconds."""
+    if record.exc_info:
+        record.exc_text = logging.Formatter().formatException(record.exc_info)
+        record.exc_info = None
+    return True
 
 
 def work(script: str, arguments: list[str], module: bool) -> None:

@@ -41,7 +41,7 @@ def launch(folder: Path, how: str, restarts: int) -> subprocess.CompletedProcess
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -62,6 +62,10 @@ def test_workers_of_every_life_are_forks_of_one_process_that_has_imported(tmp_pa
     assert {s["name"] for s in seen.values()} == {"__main__"}
     assert (tmp_path / "left1-r0").exists()  # atexit functions have run, in forks too
     assert (tmp_path / "left1-r1").exists()
+    assert "terminated with signal SIGKILL" in done.stderr
+    # torch's own log formatter imports it to tell of the SIGKILL: two seconds before the restart.
+    assert "| torch" in done.stderr
+    assert " torch._dynamo\n" not in done.stderr
 
 
 def test_the_exit_code_is_that_of_the_worker_that_failed(tmp_path: Path) -> None:
