@@ -385,6 +385,16 @@ def launched_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, world size, ranks on this host) as a launcher says them; (0, 1, 1) where none does."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    try:
+        rank, world_size, ranks_here = (int(os.environ[n]) for n in names)
+    except (KeyError, ValueError):
+        return 0, 1, 1
+    return rank, world_size, max(1, ranks_here)
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -28,6 +28,7 @@ from ckpt.coordinator import join
 from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
+from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock, SystemClock
@@ -81,6 +82,7 @@ class Session(Generic[B_co]):
             cost and how often this run fails (trainer.interval).
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
+        prefetched: what an early stage of the start began to read ahead of this root.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
         ledger: a local folder for the ledger; by default the root itself where that is local, else
@@ -100,6 +102,7 @@ class Session(Generic[B_co]):
         save_every: int | Literal["auto"] = 100,
         checkpoint: CheckpointConfig | None = None,
         elastic: bool = False,
+        prefetched: Prefetch | None = None,
         annotations: Mapping[str, str] | None = None,
         ledger: Path | None = None,
         events: Ledger | None = None,
@@ -126,6 +129,7 @@ class Session(Generic[B_co]):
         self._reader = reader
         self._save_every = save_every
         self._elastic = elastic
+        self._prefetched = prefetched
         self._progress = {"step": 0, "position": 0, "batch_size": reader.batch_size}
         self.state: dict[str, Any] = {**state, _OWN: self._progress, _RNG: RngState()}
         """All that is saved."""
@@ -175,7 +179,9 @@ class Session(Generic[B_co]):
             )
         try:
             with self._ledger.span("restore"):
-                self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
+                self.restored = self._checkpointer.restore(
+                    self.state, elastic=self._elastic, prefetched=self._prefetched
+                )
             with self._ledger.span("pre_train"):
                 self._begin()
             self._entered = True

@@ -15,6 +15,7 @@ import torch
 
 from ckpt.config import restart_count, trust_file
 from ckpt.errors import BadInputError
+from ckpt.prefetch import Prefetch
 from ckpt.storage import Storage, open_storage
 from ckpt.trust import TrustList
 from trainer.config import TrainConfig
@@ -55,6 +56,7 @@ class _Run:
     baseline: float
     description_id: str | None
     storage: Storage
+    prefetched: Prefetch | None
     ledger: Ledger
     say: Say
 
@@ -86,6 +88,10 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
     )
     start.stage("preproc_creation", lambda: _load(config))
     start.stage("storage", lambda: open_storage(config.run.root), span="init_plugins")
+    if not config.run.serial_start:
+        start.stage(
+            "prefetch", lambda storage: stack.enter_context(Prefetch(storage)), after=("storage",)
+        )
     stage(
         "dense_model",
         lambda device, data: _build(config, data, device),
@@ -131,6 +137,7 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         baseline=ready["baseline"],
         description_id=ready["description"],
         storage=ready["storage"],
+        prefetched=ready.get("prefetch"),
         ledger=ledger,
         say=say if place.rank == 0 else quiet,
     )
@@ -200,6 +207,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         save_every=config.run.save_every,
         checkpoint=config.checkpoint,
         elastic=config.run.elastic,
+        prefetched=run.prefetched,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
         grace_s=config.run.grace_s or None,
