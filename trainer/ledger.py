@@ -259,13 +259,16 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     return parse_ledger(data, str(path))
 
 
-def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
+def parse_ledger(data: bytes, where: str, *, tail: bool = False) -> list[dict[str, Any]]:
     """The events of a ledger, in the order they were written.
 
-    A last line cut short is left out, and so are events that only later versions know.
+    A last line cut short is left out, and so are events that only later versions know. `tail`: of
+    this ledger only the end was read, from anywhere within a line.
     CorruptError names the file and line of anything else that isn't an event.
     """
     events = []
+    if tail:
+        data = data.partition(b"\n")[2]
     # What follows the last newline is torn, or empty.
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
@@ -274,7 +277,7 @@ def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
                 events.append(_checked(event))
         except (ValueError, TypeError, KeyError) as e:
             raise CorruptError(f"{where}:{number}: not a ledger event: {e}") from None
-    if events and events[0]["event"] != "process":
+    if events and not tail and events[0]["event"] != "process":
         raise CorruptError(f"{where}: begins with {events[0]['event']!r}, not with 'process'")
     return events
 
