@@ -335,7 +335,7 @@ class Session(Generic[B_co]):
         self._schedule.begin(
             self.steps, self._coordinator, lambda: failures_before(attempt.epoch, root, ledgers)
         )
-        self._ledger.open(self._ledger_root / key)
+        self._ledger.open(self._ledger_root / key, beating=True)
 
     def _event_time(self) -> dict[str, str]:
         """The annotation with the event time of the newest batch trained, if the reader knows it."""
