@@ -83,7 +83,7 @@ class Session(Generic[B_co]):
             cost and how often this run fails (trainer.interval).
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
-        prefetched: what an early stage of the start began to read ahead of this root.
+        prefetched: what the start began early to read ahead of this root.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
         ledger: a local folder for the ledger; by default the root itself where that is local, else

@@ -56,22 +56,26 @@ class _Run:
     baseline: float
     description_id: str | None
     storage: Storage
-    prefetched: Prefetch | None
     ledger: Ledger
     say: Say
 
 
-def train(config: TrainConfig, say: Say = print, ledger: Ledger | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    say: Say = print,
+    ledger: Ledger | None = None,
+    prefetched: Prefetch | None = None,
+) -> dict[str, Any]:
     """Train until `epochs` are done, from wherever the root's newest commit is. One call, one attempt.
 
     Collective: call on every rank that torchrun has started, or in a single process.
 
-    ledger: of this process, begun before the packages were imported.
+    ledger: of this process, begun before the packages were imported; prefetched: of the root, then too.
 
     Returns the figures of the run, which rank 0 also writes to `[run] result`.
     """
     with ExitStack() as stack:
-        return _attempt(_start(config, say, ledger or Ledger(), stack))
+        return _attempt(_start(config, say, ledger or Ledger(), stack), prefetched)
 
 
 def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _Run:
@@ -88,10 +92,6 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
     )
     start.stage("preproc_creation", lambda: _load(config))
     start.stage("storage", lambda: open_storage(config.run.root), span="init_plugins")
-    if not config.run.serial_start:
-        start.stage(
-            "prefetch", lambda storage: stack.enter_context(Prefetch(storage)), after=("storage",)
-        )
     stage(
         "dense_model",
         lambda device, data: _build(config, data, device),
@@ -137,7 +137,6 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         baseline=ready["baseline"],
         description_id=ready["description"],
         storage=ready["storage"],
-        prefetched=ready.get("prefetch"),
         ledger=ledger,
         say=say if place.rank == 0 else quiet,
     )
@@ -192,7 +191,7 @@ def _reader(config: TrainConfig, data: MovieLens, place: Place) -> BatchReader[A
     return reader
 
 
-def _attempt(run: _Run) -> dict[str, Any]:
+def _attempt(run: _Run, prefetched: Prefetch | None) -> dict[str, Any]:
     config = run.config
     description_id = run.description_id
     session = Session(
@@ -207,7 +206,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         save_every=config.run.save_every,
         checkpoint=config.checkpoint,
         elastic=config.run.elastic,
-        prefetched=run.prefetched,
+        prefetched=prefetched,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
         grace_s=config.run.grace_s or None,
