@@ -31,7 +31,7 @@ MOST_HELD_BYTES = 64 << 20
 _SMALL = (".idx", ".objects.json")  # what opening a checkpoint reads whole, of all ranks
 _WORKERS = 8  # small reads in flight: an object store takes tens of milliseconds for each
 _PIECE_BYTES = 4 << 20
-_WARM_SHARE = 4  # of the available memory one part may be filled with the page cache's copies
+_WARM_SHARE = 4  # one part in so many of the available memory may be filled in the page cache
 
 
 class Prefetch:
@@ -52,10 +52,11 @@ class Prefetch:
     """
 
     def __init__(self, storage: Storage, ranks: tuple[int, int, int] | None = None) -> None:
-        self._storage = storage
+        self.storage = storage
         self._rank, self._world_size, self._ranks_here = ranks or launched_ranks()
         self._kept = _Kept()
         self._used: set[str] = set()
+        self._changed: set[str] = set()
         self.warmed_bytes = 0
         """Of this rank's chunks, read into the page cache so far."""
         self.error: str | None = None
@@ -65,7 +66,7 @@ class Prefetch:
 
     @property
     def url(self) -> str:
-        return self._storage.url
+        return self.storage.url
 
     @property
     def used(self) -> int:
@@ -76,21 +77,21 @@ class Prefetch:
         """As the store's own. Ends the reading ahead."""
         self.stop()
         data = self._kept.objects.get(key) if start == 0 and length is None else None
-        if data is None:
-            return self._storage.read(key, start, length)
+        if data is None or key in self._changed:
+            return self.storage.read(key, start, length)
         self._used.add(key)
         return data
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """As the store's own."""
-        self._storage.read_into(key, start, buffer)
+        self.storage.read_into(key, start, buffer)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As the store's own, now. What isn't the object any more that was read ahead is forgotten."""
+        """As the store's own, now. What isn't the object any more that was read ahead isn't used."""
         self.stop()
-        for info in self._storage.list(prefix):
+        for info in self.storage.list(prefix):
             if self._kept.etags.get(info.key, info.etag) != info.etag:
-                self._kept.objects.pop(info.key, None)
+                self._changed.add(info.key)
             yield info
 
     def wait(self, timeout_s: float) -> bool:
@@ -129,7 +130,7 @@ class Prefetch:
             self._failed(e)
 
     def _read_ahead(self) -> None:
-        tree = Catalog(_Keeping(self._storage, self._kept)).tree()
+        tree = Catalog(_Keeping(self.storage, self._kept)).tree()
         newest = tree.newest()
         info = tree.commit(newest, "ancestor") if newest else None
         if info is None or info.record is None:
@@ -162,7 +163,7 @@ class Prefetch:
     def _read_file(self, file: FileEntry) -> None:
         self._kept.check()
         try:
-            data = self._storage.read(file.key)
+            data = self.storage.read(file.key)
             check_digest(data, file.digest, file.key)
         except SidestageError as e:
             self._failed(e)
@@ -170,7 +171,7 @@ class Prefetch:
             self._kept.keep(file.key, data)
 
     def _warm(self, record: CommitRecord) -> None:
-        own = owned(self._storage)
+        own = owned(self.storage)
         if not isinstance(own, LocalStorage):
             return
         left = (available_bytes() or 0) // _WARM_SHARE // self._ranks_here

@@ -56,6 +56,7 @@ class _Run:
     baseline: float
     description_id: str | None
     storage: Storage
+    prefetched: Prefetch | None
     ledger: Ledger
     say: Say
 
@@ -75,10 +76,12 @@ def train(
     Returns the figures of the run, which rank 0 also writes to `[run] result`.
     """
     with ExitStack() as stack:
-        return _attempt(_start(config, say, ledger or Ledger(), stack), prefetched)
+        return _attempt(_start(config, say, ledger or Ledger(), stack, prefetched))
 
 
-def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _Run:
+def _start(
+    config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack, prefetched: Prefetch | None
+) -> _Run:
     """Everything up to the session. What doesn't depend on each other is done at the same time."""
     start = Startup(ledger, threads=not config.run.serial_start)
     stage = partial(
@@ -91,7 +94,11 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         after=("device_init",),
     )
     start.stage("preproc_creation", lambda: _load(config))
-    start.stage("storage", lambda: open_storage(config.run.root), span="init_plugins")
+    start.stage(
+        "storage",
+        lambda: prefetched.storage if prefetched else open_storage(config.run.root),
+        span="init_plugins",
+    )
     stage(
         "dense_model",
         lambda device, data: _build(config, data, device),
@@ -137,6 +144,7 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         baseline=ready["baseline"],
         description_id=ready["description"],
         storage=ready["storage"],
+        prefetched=prefetched,
         ledger=ledger,
         say=say if place.rank == 0 else quiet,
     )
@@ -191,7 +199,7 @@ def _reader(config: TrainConfig, data: MovieLens, place: Place) -> BatchReader[A
     return reader
 
 
-def _attempt(run: _Run, prefetched: Prefetch | None) -> dict[str, Any]:
+def _attempt(run: _Run) -> dict[str, Any]:
     config = run.config
     description_id = run.description_id
     session = Session(
@@ -206,7 +214,7 @@ def _attempt(run: _Run, prefetched: Prefetch | None) -> dict[str, Any]:
         save_every=config.run.save_every,
         checkpoint=config.checkpoint,
         elastic=config.run.elastic,
-        prefetched=prefetched,
+        prefetched=run.prefetched,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
         grace_s=config.run.grace_s or None,
