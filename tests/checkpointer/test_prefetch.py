@@ -16,6 +16,7 @@ from ckpt.events import ListSink
 from ckpt.layout import RUN, attempt_key, commit_key
 from ckpt.prefetch import Prefetch
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
+from tests.checkpointer.ranks import on_ranks, values
 from tests.faults import DEADLINE_S, FaultyStorage
 
 ALONE = (0, 1, 1)
@@ -203,6 +204,24 @@ def test_this_ranks_chunks_come_into_the_page_cache(
     ahead = ready(storage, ranks)
     assert ahead.warmed_bytes == (size if warmed else 0)
     assert ahead.error is None
+
+
+def test_each_rank_reads_ahead_for_itself(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+
+    def body(rank: int, kwargs: dict[str, Any], *, first: bool) -> tuple[float, int, int]:
+        mine = {"w": torch.full((64,), 3.0 if first else 0.0), "own": PerRank(rank if first else 9)}
+        ahead = ready(storage, (rank, 2, 2))
+        with Checkpointer(storage, **kwargs) as c:
+            c.restore(mine, prefetched=ahead)
+            if first:
+                c.save(1, mine).committed.result()
+        return float(mine["w"].sum()), mine["own"].value, ahead.used
+
+    values(on_ranks(2, lambda rank, kwargs: body(rank, kwargs, first=True)))
+    found = values(on_ranks(2, lambda rank, kwargs: body(rank, kwargs, first=False)))
+    # The run, the attempt, the commit, two indexes and the values of two ranks.
+    assert found == [(192.0, 0, 7), (192.0, 1, 7)]
 
 
 def test_another_root_is_refused(tmp_path: Path) -> None:
