@@ -13,7 +13,7 @@ from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.lineage import AttemptInfo, CommitInfo, CommitStatus, Place, Tree
 from ckpt.manifest import CommitRecord, RunRecord, decode
-from ckpt.storage import Storage
+from ckpt.storage import Readable
 from ckpt.types import CommitRef
 from ckpt.verify import verify_commit
 
@@ -31,7 +31,7 @@ class Catalog:
     what it seems to.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Readable) -> None:
         self._storage = storage
 
     def run(self) -> RunRecord:

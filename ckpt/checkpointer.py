@@ -40,6 +40,7 @@ from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
 from ckpt.pace import Pace
 from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
+from ckpt.prefetch import Prefetch
 from ckpt.prune import Pruner
 from ckpt.pump import Pump
 from ckpt.receipts import Objects, Taken, seal_objects
@@ -134,7 +135,7 @@ class Checkpointer:
         """This life of the job, once restore() or the first save() has claimed its epoch."""
         return self._attempt
 
-    def restore(
+    def restore(  # noqa: PLR0913 - keyword-only, and with defaults
         self,
         state: Mapping[str, Any],
         *,
@@ -142,6 +143,7 @@ class Checkpointer:
         elastic: bool = False,
         partial: bool = False,
         fresh: bool = False,
+        prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
         """Fill `state` in place from the newest checkpoint that verifies. Collective: call on every rank.
 
@@ -152,6 +154,8 @@ class Checkpointer:
             elastic: accept another number of ranks; PerRank parts then stay as they are.
             partial: accept keys that only one side has; they stay as they are.
             fresh: start from scratch although the root has checkpoints.
+            prefetched: what was read ahead of this root. The result is the same as without; it is
+                closed at the end.
 
         Returns None on a root without checkpoints.
 
@@ -166,6 +170,10 @@ class Checkpointer:
         try:
             flat = flatten(state, self._coordinator.rank)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
+            if prefetched is not None and prefetched.url != self._storage.url:
+                raise BadInputError(
+                    f"prefetched is of {prefetched.url}, this is {self._storage.url}"
+                )
         except Exception as e:
             with contextlib.suppress(SidestageError):
                 self._agree_on(tag, describe(e))
@@ -177,10 +185,11 @@ class Checkpointer:
             self._sink,
             timeout_s=self._config.commit_timeout_s,
             tag=tag,
+            prefetched=prefetched,
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
-        with restorer.pins:
+        with restorer.pins, prefetched or contextlib.nullcontext():
             if not fresh:
                 result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
             elif step is not None:

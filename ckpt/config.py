@@ -385,6 +385,19 @@ def launched_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, world size, ranks on this host) as a launcher says them; (0, 1, 1) where none does.
+
+    A launcher that doesn't say how many are on this host is taken to have put all of them here.
+    """
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except (KeyError, ValueError):
+        return 0, 1, 1
+    return rank, world_size, max(1, ranks_here)
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -14,6 +14,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `trainer_waited` | why ("overlay", "fence" or "slot"), wait_s |
 | `overlay` | bytes in use, fraction of its share |
 | `untracked_write` | step, table, rows: the first of those that changed unseen, as far as they are known |
+| `prefetched` | objects that this rank's restore had from memory, warmed_bytes of its chunks, error |
 | `restored` | step, epoch |
 | `not_restored` | step, keys |
 | `checkpoint_set_aside` | step, epoch, error |

@@ -21,7 +21,7 @@ from ckpt import layout
 from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, NotFoundError, UnsupportedFormatError
 from ckpt.manifest import AttemptRecord, CommitRecord, OriginRecord, decode
-from ckpt.storage import Storage
+from ckpt.storage import Readable
 from ckpt.types import CommitRef, ObjectInfo
 
 CommitStatus = Literal["latest", "ancestor", "abandoned", "corrupt"]
@@ -64,7 +64,7 @@ class Place:
 class Tree:
     """Attempts and commits as listed at one moment; their records are read as needed."""
 
-    def __init__(self, storage: Storage, run_id: str | None) -> None:
+    def __init__(self, storage: Readable, run_id: str | None) -> None:
         self._storage = storage
         self._run_id = run_id
         self._attempts: dict[int, AttemptInfo] = {}
@@ -103,6 +103,13 @@ class Tree:
             if places := list(self._lineage(epoch, strict=strict)):
                 return places
         return []
+
+    def newest(self) -> Place | None:
+        """The first place of the lineage, without reading the rest of it."""
+        for epoch in sorted(self.epochs, reverse=True):
+            if place := next(self._lineage(epoch, strict=False), None):
+                return place
+        return None
 
     def attempt(self, epoch: int, *, strict: bool = False) -> AttemptInfo:
         if epoch not in self._attempts:

@@ -84,7 +84,7 @@ def copy_speed(clock: Clock) -> float:
 def host_memory(job: JobSize, config: CheckpointConfig) -> Finding:
     """Is there room for the staged copies? As if nothing were guarded: what will be isn't known here."""
     need = staging_bytes(job, config)
-    have = _available_bytes()
+    have = available_bytes()
     values = {"needed_bytes": round(need), "available_bytes": have}
     text = f"{size(need)} for staging on each host with max_pending = {config.max_pending}"
     if have is None:
@@ -149,7 +149,7 @@ def _in_thread(attempt: Callable[[], object]) -> str | None:
     return refused[0] if refused else None
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that may still be used here: the machine's, or less by this container's limit."""
     found = []
     with suppress(OSError, ValueError, StopIteration):

@@ -30,7 +30,7 @@ from ckpt.index import (
 )
 from ckpt.manifest import CommitRecord, unseal
 from ckpt.parallel import each
-from ckpt.storage import Storage
+from ckpt.storage import Readable
 from ckpt.tree import host_bytes, torch_dtype
 from ckpt.types import FileEntry
 from ckpt.values import decode_value
@@ -74,7 +74,7 @@ class CheckpointReader:
         workers: parallel reads.
     """
 
-    def __init__(self, storage: Storage, record: CommitRecord, *, workers: int = 4) -> None:
+    def __init__(self, storage: Readable, record: CommitRecord, *, workers: int = 4) -> None:
         self.record = record
         self._storage = storage
         self._workers = workers

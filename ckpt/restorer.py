@@ -18,6 +18,7 @@ from ckpt.errors import (
 from ckpt.finish import finish_newest
 from ckpt.manifest import CommitRecord
 from ckpt.pins import Pin
+from ckpt.prefetch import Prefetch
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
 from ckpt.target import (
@@ -56,8 +57,11 @@ class Restorer:
         timeout_s: float,
         tag: str,
         clock: Clock | None = None,
+        prefetched: Prefetch | None = None,
     ) -> None:
         self._storage = storage
+        self._prefetched = prefetched
+        self._reading = prefetched or storage
         self._coordinator = coordinator
         self._sink = sink
         self._timeout_s = timeout_s
@@ -143,6 +147,9 @@ class Restorer:
         except Exception as e:
             done = describe(e)
         self._coordinator.decide(f"{terms.tag}/read", done, raise_first, self._timeout_s)
+        if ahead := self._prefetched:
+            told = {"objects": ahead.used, "warmed_bytes": ahead.warmed_bytes, "error": ahead.error}
+            self._sink.emit("prefetched", **told)
         assign(state, tree, per_rank)
         if verdict["skip"]:
             self._sink.emit("not_restored", step=ref.step, keys=verdict["skip"])
@@ -157,10 +164,10 @@ class Restorer:
                 self.pins.enter_context(Pin(self._storage, ref, "restore"))
 
     def _open(self, ref: CommitRef, *, elastic: bool) -> _Opened:
-        record: CommitRecord = Catalog(self._storage).read(ref)
+        record: CommitRecord = Catalog(self._reading).read(ref)
         rank, world = self._coordinator.rank, self._coordinator.world_size
         same_world = record.world_size == world
-        reader = CheckpointReader(self._storage, record)
+        reader = CheckpointReader(self._reading, record)
         per_rank = reader.per_rank_values(rank) if same_world else {}
         source = Source(reader.tensors, reader.values(), per_rank, same_world)
         if not same_world and not elastic and (keys := reader.per_rank_keys()):
@@ -205,7 +212,7 @@ class Restorer:
         """What may be restored, best first: the lineage, or the one that was asked for."""
         # The epoch that is claimed next would end this for good.
         finish_newest(self._storage, self._clock, self._sink)
-        catalog = Catalog(self._storage)
+        catalog = Catalog(self._reading)
         if step is not None:
             return [catalog.find(step)]
         try:

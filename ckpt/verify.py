@@ -19,7 +19,7 @@ from ckpt.errors import BadInputError, CorruptError, NotFoundError, UnsupportedF
 from ckpt.index import ChunkEntry, TensorEntry, decode_index
 from ckpt.manifest import CommitRecord, Receipt, decode
 from ckpt.parallel import each
-from ckpt.storage import Storage
+from ckpt.storage import Readable
 from ckpt.types import FileEntry
 
 Level = Literal["quick", "full"]
@@ -44,7 +44,7 @@ class VerifyReport:
 
 
 def verify_commit(
-    storage: Storage,
+    storage: Readable,
     record: CommitRecord,
     *,
     level: Level,
@@ -70,7 +70,7 @@ def verify_commit(
 class _Check:
     """One verification: reads from the store, and collects what is wrong."""
 
-    def __init__(self, storage: Storage, progress: Callable[[int], None]) -> None:
+    def __init__(self, storage: Readable, progress: Callable[[int], None]) -> None:
         self._storage = storage
         self.progress = progress
         self.problems: list[str] = []

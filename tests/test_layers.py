@@ -22,7 +22,7 @@ CKPT = [
     {"idmaps", "storage"},
     {"lineage", "pins", "verify"},
     {"catalog", "retention"},
-    {"survey", "written"},
+    {"prefetch", "survey", "written"},
     {"prune"},
     {"branch", "doctor"},
     {"tree"},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import click
 
 from ckpt.command import run_command
+from ckpt.errors import SidestageError
 
 
 @click.group(epilog="Every command takes --debug, which shows the trace of an error.")
@@ -48,15 +50,23 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
     from trainer.ledger import Ledger
 
     ledger = Ledger()  # before anything that takes time
-    with ledger.span("imports"):
-        from trainer.config import load_config
-        from trainer.quiet import quiet_libraries
+    with ExitStack() as stack:
+        with ledger.span("imports"):
+            from ckpt.prefetch import Prefetch
+            from ckpt.storage import open_storage
+            from trainer.config import load_config
+            from trainer.quiet import quiet_libraries
 
-        config = load_config(config_path, overrides)
-        quiet_libraries()
-        from trainer.train import train as run
+            config = load_config(config_path, overrides)
+            ahead = None
+            if not config.run.serial_start:
+                with suppress(SidestageError):  # the start will meet it, too
+                    # Its thread imports nothing, so that it can't disturb the imports here.
+                    ahead = stack.enter_context(Prefetch(open_storage(config.run.root)))
+            quiet_libraries()
+            from trainer.train import train as run
 
-    run(config, click.echo, ledger)
+        run(config, click.echo, ledger, ahead)
 
 
 @cli.command(

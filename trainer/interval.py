@@ -72,8 +72,7 @@ class AutoInterval:
 
     Args:
         coordinator: this rank's end of the job's store, for the training thread.
-        failures: how often the run has been restarted; on rank 0.
-        since_s: wall clock of the run's first attempt; on rank 0.
+        failures: how often the run has failed since `since_s`, Unix seconds; on rank 0.
     """
 
     def __init__(

@@ -5,7 +5,8 @@ first event also says when that was by the wall clock, which serves only to lay 
 machines side by side. Events and their fields are listed in `EVENTS`.
 
 Training steps share one line, which is rewritten in place at each of them, so that a step costs
-microseconds, a kill loses none, and the file stays small.
+microseconds, a kill loses none, and the file stays small. In a long silence, such as an evaluation, a
+line that says no more than that the process is alive is rewritten in the same way.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ EVENTS = {
     "closing": "error (null: none): the session's block is being left",
     "closed": "the session has ended, all saves drained",
     "exited": "the interpreter is about to end",
+    "alive": "nothing but that the process lived at `t`: written after some silence, then rewritten in place",
 }
 """Each event's fields and meaning. Events that this version doesn't know are skipped when read."""
 
@@ -65,7 +67,9 @@ _STEPS = (
     b'{"event":"steps","begin":%15.6f,"t":%15.6f,"step":%12d,"position":%14d,'
     b'"data_s":%13.6f,"overlay_s":%13.6f,"fence_s":%13.6f,"slot_s":%13.6f}\n'
 )
+_ALIVE = b'{"event":"alive","t":%15.6f}\n'
 _LONGEST_S = 10.0  # of steps in one line
+_BEAT_S = 5.0
 _LONGEST_ERROR = 500
 
 _log = logging.getLogger("sidestage")
@@ -89,9 +93,12 @@ class Ledger:
     Args:
         clock: for tests; the machine's by default.
         age_s: how long ago this process was created; asked from the kernel by default.
+        beat_s: seconds of silence after which a sign of life is due.
     """
 
-    def __init__(self, clock: Clock | None = None, age_s: float | None = None) -> None:
+    def __init__(
+        self, clock: Clock | None = None, age_s: float | None = None, *, beat_s: float = _BEAT_S
+    ) -> None:
         self._clock = clock or SystemClock()
         age_s = process_age_s() if age_s is None else age_s
         self._zero_s = self._clock.monotonic() - age_s
@@ -111,6 +118,11 @@ class Ledger:
         self._ended_s = 0.0  # when the last step ended, or what came right before the first one
         self._waits = [0.0] * len(WAITS)  # since the last step, by number
         self._line_waits = self._waits
+        self._beat_s = beat_s
+        self._told_s = 0.0  # when something was written last
+        self._alive_at: int | None = None  # where the last line begins, if it is a sign of life
+        self._closed = threading.Event()
+        self._beating: threading.Thread | None = None
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event."""
@@ -121,6 +133,7 @@ class Ledger:
             line = json.dumps({"event": event, "t": t, **fields}, separators=(",", ":")) + "\n"
             # Stages of a start come before the session, but a reader needs this one first of all.
             self._append(line.encode("utf-8"), first=event == "process")
+            self._told_s = t
             self._line_at = None  # what comes next is another line
 
     def stepped(self, step: int, position: int) -> None:
@@ -140,7 +153,7 @@ class Ledger:
                     waits[kind] += seconds
                 self._rewrite(self._line_at, _STEPS % (begin, t, step, position, *waits))
             self._waits = [0.0] * len(WAITS)
-            self._ended_s = t
+            self._ended_s = self._told_s = t
             # The first step has a line of its own: its end is the end of the start.
             if not self._stepped or t - begin >= _LONGEST_S:
                 self._line_at = None
@@ -150,6 +163,20 @@ class Ledger:
         """Training waited, since the last step: for the reader, or for an open snapshot."""
         with self._lock:
             self._waits[_WAIT_NUMBER[kind]] += seconds
+
+    def beat(self) -> None:
+        """Say that the process is alive, if nothing was written for `beat_s`."""
+        with self._lock:
+            t = self._clock.monotonic() - self._zero_s
+            if self._fd is None or t - self._told_s < self._beat_s:
+                return
+            if self._alive_at is None:
+                at = self._size_bytes
+                self._append(_ALIVE % t)
+                self._alive_at = at
+            else:
+                self._rewrite(self._alive_at, _ALIVE % t)
+            self._told_s = t
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -176,8 +203,10 @@ class Ledger:
     def on_training_thread(self) -> bool:
         return threading.get_ident() == self._training_thread
 
-    def open(self, path: Path) -> None:
+    def open(self, path: Path, *, beating: bool = False) -> None:
         """Begin the file, which must not exist, and write what was recorded so far.
+
+        beating: give signs of life until `close`, on a thread that wakes every `beat_s`.
 
         StorageError where it can't be made.
         """
@@ -190,13 +219,26 @@ class Ledger:
             held, self._held = self._held, []
             self._path, self._fd = path, fd
             self._append(b"".join(held))
+            self._told_s = self._now_s()
         atexit.register(self._at_exit)
+        if beating:
+            self._beating = threading.Thread(
+                target=self._keep_beating, name="sidestage-ledger", daemon=True
+            )
+            self._beating.start()
 
     def close(self) -> None:
+        self._closed.set()
+        if self._beating is not None:
+            self._beating.join()
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+    def _keep_beating(self) -> None:
+        while not self._closed.wait(self._beat_s):
+            self.beat()
 
     def _now_s(self) -> float:
         return round(self._clock.monotonic() - self._zero_s, 6)
@@ -206,6 +248,7 @@ class Ledger:
             self._held.insert(0 if first else len(self._held), data)
             return
         self._size_bytes += len(data)
+        self._alive_at = None
         self._write(lambda fd: os.write(fd, data), len(data))
 
     def _rewrite(self, at: int, line: bytes) -> None:
@@ -259,13 +302,16 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     return parse_ledger(data, str(path))
 
 
-def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
+def parse_ledger(data: bytes, where: str, *, tail: bool = False) -> list[dict[str, Any]]:
     """The events of a ledger, in the order they were written.
 
-    A last line cut short is left out, and so are events that only later versions know.
+    A last line cut short is left out, and so are events that only later versions know. `tail`: of
+    this ledger only the end was read, from anywhere within a line.
     CorruptError names the file and line of anything else that isn't an event.
     """
     events = []
+    if tail:
+        data = data.partition(b"\n")[2]
     # What follows the last newline is torn, or empty.
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
@@ -274,7 +320,7 @@ def parse_ledger(data: bytes, where: str) -> list[dict[str, Any]]:
                 events.append(_checked(event))
         except (ValueError, TypeError, KeyError) as e:
             raise CorruptError(f"{where}:{number}: not a ledger event: {e}") from None
-    if events and events[0]["event"] != "process":
+    if events and not tail and events[0]["event"] != "process":
         raise CorruptError(f"{where}: begins with {events[0]['event']!r}, not with 'process'")
     return events
 

@@ -21,22 +21,24 @@ from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
 import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
-from ckpt.catalog import Catalog
 from ckpt.checkpointer import SaveStats
 from ckpt.config import restart_count, spool_folder
 from ckpt.coordinator import join
 from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
 from ckpt.layout import ledger_key
+from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Storage, open_storage, owned
 from ckpt.types import Clock, SystemClock
 from trainer.compile_spans import CompileSpans
-from trainer.interval import AutoInterval
+from trainer.failures import failures_before
 from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror, spool_of
 from trainer.origin import origin
-from trainer.preemption import PreemptedError, PreemptedLateError, Preemption
+from trainer.preemption import PreemptedError, Preemption
+from trainer.schedule import SaveSchedule
+from trainer.stopping import save_and_stop
 
 B_co = TypeVar("B_co", covariant=True)
 
@@ -82,6 +84,7 @@ class Session(Generic[B_co]):
             cost and how often this run fails (trainer.interval).
         checkpoint: how to save.
         elastic: permit a restore at another number of ranks. Generators then start afresh.
+        prefetched: what the start began early to read ahead of this root.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
         ledger: a local folder for the ledger; by default the root itself where that is local, else
@@ -101,6 +104,7 @@ class Session(Generic[B_co]):
         save_every: int | Literal["auto"] = 100,
         checkpoint: CheckpointConfig | None = None,
         elastic: bool = False,
+        prefetched: Prefetch | None = None,
         annotations: Mapping[str, str] | None = None,
         ledger: Path | None = None,
         events: Ledger | None = None,
@@ -111,22 +115,21 @@ class Session(Generic[B_co]):
         taken = sorted({_OWN, _RNG} & set(state))
         if taken:
             raise BadInputError(f"state: the key {taken[0]!r} is the session's own; rename yours")
-        if save_every != "auto" and save_every < 1:
-            raise BadInputError(f'save_every = {save_every}: give at least 1, or "auto"')
         if grace_s is not None and not grace_s > 0:
             raise BadInputError(f"grace_s = {grace_s}: give seconds above 0, or None")
         storage = open_storage(root) if isinstance(root, str) else root
         self._ledger = events or Ledger(clock)
         self._compilations = CompileSpans(self._ledger)
         self._clock = clock or SystemClock()
+        self._schedule = SaveSchedule(save_every, self._clock)
         self._mirror: Mirror | None = None
         if ledger is None and not isinstance(owned(storage), LocalStorage):
             ledger = spool_of(spool_folder(), storage.url)
             self._mirror = Mirror(ledger, storage)
         self._ledger_root = ledger or Path(storage.url)
         self._reader = reader
-        self._save_every = save_every
         self._elastic = elastic
+        self._prefetched = prefetched
         self._progress = {"step": 0, "position": 0, "batch_size": reader.batch_size}
         self.state: dict[str, Any] = {**state, _OWN: self._progress, _RNG: RngState()}
         """All that is saved."""
@@ -143,8 +146,6 @@ class Session(Generic[B_co]):
         self._grace_s = grace_s
         self._preempt_when = preempt_when
         self._preemption: Preemption | None = None
-        self._interval: AutoInterval | None = None
-        self._lag_s: float | None = None
         self._saved_step = 0
         self._entered = False
         self._began = False
@@ -176,7 +177,9 @@ class Session(Generic[B_co]):
             )
         try:
             with self._ledger.span("restore"):
-                self.restored = self._checkpointer.restore(self.state, elastic=self._elastic)
+                self.restored = self._checkpointer.restore(
+                    self.state, elastic=self._elastic, prefetched=self._prefetched
+                )
             with self._ledger.span("pre_train"):
                 self._begin()
             self._entered = True
@@ -225,7 +228,7 @@ class Session(Generic[B_co]):
         self._progress["step"] += 1
         self._progress["position"] = position
         self._ledger.stepped(self.steps, position)
-        handle = self.save() if self._due() else None
+        handle = self.save() if self._schedule.due(self.steps, self.stats) else None
         self.poll()
         return handle
 
@@ -248,8 +251,7 @@ class Session(Generic[B_co]):
             handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
         self._saved_step = self.steps
         self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
-        if self._interval is not None:
-            self._time_commit(handle)
+        self._schedule.saved(handle)
         return handle
 
     @contextmanager
@@ -334,21 +336,16 @@ class Session(Generic[B_co]):
         self._ledger.record("restored", step=self.steps, position=self.position, epoch=epoch)
         attempt = self._checkpointer.attempt
         assert attempt is not None, "restore() has claimed an epoch"
-        if self._save_every == "auto":
-            failures, since_s = 0, self._clock.time()
-            if _rank() == 0:
-                before = Catalog(self._checkpointer.storage).attempts()
-                failures = len(before) - 1
-                since_s = min((a.record.started_at_s for a in before if a.record), default=since_s)
-            self._interval = AutoInterval(
-                self._coordinator, self._clock, failures=failures, since_s=since_s
-            )
-            self._interval.begin(self.steps)
         key = ledger_key(attempt.epoch, _rank())
         if self._mirror is not None:
             self._mirror.copy_left_over(_rank())
             self._mirror.follow(key)
-        self._ledger.open(self._ledger_root / key)
+        root = self._checkpointer.storage
+        ledgers = LocalStorage(self._ledger_root) if self._mirror is None else root
+        self._schedule.begin(
+            self.steps, self._coordinator, lambda: failures_before(attempt.epoch, root, ledgers)
+        )
+        self._ledger.open(self._ledger_root / key, beating=True)
 
     def _event_time(self) -> dict[str, str]:
         """The annotation with the event time of the newest batch trained, if the reader knows it."""
@@ -363,45 +360,15 @@ class Session(Generic[B_co]):
             )
         return {EVENT_TIME: f"{abs(newest):.6f}"}
 
-    def _due(self) -> bool:
-        if self._interval is None:
-            return self._save_every != "auto" and self.steps % self._save_every == 0
-        stats = self.stats
-        block_s = None
-        if saves := len(stats.blocked_s):
-            waits_s = stats.fence_wait_s + stats.overlay_wait_s
-            block_s = (sum(stats.blocked_s) + waits_s) / saves
-        return self._interval.due(self.steps, block_s, self._lag_s)
-
-    def _time_commit(self, handle: SaveHandle) -> None:
-        began_s = self._clock.monotonic()
-
-        def done(_: Any) -> None:
-            self._lag_s = self._clock.monotonic() - began_s
-
-        handle.committed.add_done_callback(done)
-
     def _stop(self, preemption: Preemption) -> NoReturn:
-        """Save what isn't saved, within the grace, and leave. Collective."""
+        """All ranks are at the place where they stop. Collective."""
         ask = preemption.ask
         assert ask is not None, "nobody stops unasked"
         self._ledger.record(
             "preempted", step=self.steps, position=self.position, asked=ask.rank, why=ask.why
         )
-        self._checkpointer.flush(preemption.left_s)  # so that no policy skips the last save
-        if self._saved_step < self.steps:
-            self.save()
-            self._checkpointer.flush(preemption.left_s)
-        last = self.stats.last_commit
-        committed = max(last.step if last else 0, self._restored_step)
-        said = f"rank {ask.rank} was asked to end ({ask.why}): stopped after step {self.steps}"
-        if committed >= self.steps:
-            preemption.saved()
-            raise PreemptedError(f"{said}, which is committed; start the run again to go on")
-        raise PreemptedLateError(
-            f"{said}, which has no commit within the grace of {preemption.grace_s:g} s: what was trained "
-            f"since step {committed} is lost; {self.stats.last_error or 'give a longer grace'}"
-        )
+        unsaved = self.save if self._saved_step < self.steps else None
+        save_and_stop(preemption, self._checkpointer, self.steps, self._restored_step, unsaved)
 
     @property
     def _restored_step(self) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from ckpt.config import restart_count, trust_file
 from ckpt.errors import BadInputError
+from ckpt.prefetch import Prefetch
 from ckpt.storage import Storage, open_storage
 from ckpt.trust import TrustList
 from trainer.config import TrainConfig
@@ -55,24 +56,32 @@ class _Run:
     baseline: float
     description_id: str | None
     storage: Storage
+    prefetched: Prefetch | None
     ledger: Ledger
     say: Say
 
 
-def train(config: TrainConfig, say: Say = print, ledger: Ledger | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    say: Say = print,
+    ledger: Ledger | None = None,
+    prefetched: Prefetch | None = None,
+) -> dict[str, Any]:
     """Train until `epochs` are done, from wherever the root's newest commit is. One call, one attempt.
 
     Collective: call on every rank that torchrun has started, or in a single process.
 
-    ledger: of this process, begun before the packages were imported.
+    ledger: of this process, begun before the packages were imported; prefetched: of the root, then too.
 
     Returns the figures of the run, which rank 0 also writes to `[run] result`.
     """
     with ExitStack() as stack:
-        return _attempt(_start(config, say, ledger or Ledger(), stack))
+        return _attempt(_start(config, say, ledger or Ledger(), stack, prefetched))
 
 
-def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _Run:
+def _start(
+    config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack, prefetched: Prefetch | None
+) -> _Run:
     """Everything up to the session. What doesn't depend on each other is done at the same time."""
     start = Startup(ledger, threads=not config.run.serial_start)
     stage = partial(
@@ -85,7 +94,11 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         after=("device_init",),
     )
     start.stage("preproc_creation", lambda: _load(config))
-    start.stage("storage", lambda: open_storage(config.run.root), span="init_plugins")
+    start.stage(
+        "storage",
+        lambda: prefetched.storage if prefetched else open_storage(config.run.root),
+        span="init_plugins",
+    )
     stage(
         "dense_model",
         lambda device, data: _build(config, data, device),
@@ -131,6 +144,7 @@ def _start(config: TrainConfig, say: Say, ledger: Ledger, stack: ExitStack) -> _
         baseline=ready["baseline"],
         description_id=ready["description"],
         storage=ready["storage"],
+        prefetched=prefetched,
         ledger=ledger,
         say=say if place.rank == 0 else quiet,
     )
@@ -200,6 +214,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         save_every=config.run.save_every,
         checkpoint=config.checkpoint,
         elastic=config.run.elastic,
+        prefetched=run.prefetched,
         annotations={"serving_description": description_id} if description_id else None,
         ledger=Path(config.run.ledger) if config.run.ledger else None,
         grace_s=config.run.grace_s or None,

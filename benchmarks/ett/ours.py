@@ -15,6 +15,7 @@ from benchmarks.ett.models import MODELS, Batches, Model, Net, rows_of, shard, t
 from benchmarks.ett.pace import Pace
 from ckpt import CheckpointConfig
 from ckpt.config import trust_file
+from ckpt.prefetch import Prefetch
 from ckpt.storage import open_storage
 from ckpt.trust import TrustList
 from trainer.config import CompileConfig
@@ -58,6 +59,8 @@ def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
             )
         return net
 
+    if "overlap" not in job.without:
+        start.stage("prefetch", lambda: stack.enter_context(Prefetch(storage)))
     start.stage("process_group_init", lambda: stack.enter_context(joined("cpu")))
     start.stage(
         "preproc_creation",
@@ -125,6 +128,7 @@ def _train(job: LifeJob, ledger: Ledger, ready: dict[str, Any]) -> None:
         checkpoint=CheckpointConfig(snapshot="copied" if copied else "guarded"),
         annotations={"serving_description": described} if described else None,
         events=ledger,
+        prefetched=ready.get("prefetch"),
         grace_s=None if "preemption" in job.without else 25.0,
     )
     lag_s = _bytes(sharded.state_dict()) / _BYTES_PER_S

@@ -10,13 +10,14 @@ from ckpt.errors import BadInputError, NotFoundError, StorageError
 from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
-from ckpt.storage.protocol import ObjectWriter, Storage
+from ckpt.storage.protocol import ObjectWriter, Readable, Storage
 
 __all__ = [
     "BranchedStorage",
     "LocalStorage",
     "MemoryStorage",
     "ObjectWriter",
+    "Readable",
     "Storage",
     "open_storage",
     "owned",

@@ -33,18 +33,38 @@ class OffsetWriter(ObjectWriter, Protocol):
         ...
 
 
-@runtime_checkable
-class Storage(Protocol):
-    """A flat, strongly consistent store of immutable-by-convention objects.
-
-    After `put`, `create`, `replace_if` or a writer's end returns, the object is durable
-    (data, then its directory entries, are synced) and visible to every later call of any client.
-    """
+class Readable(Protocol):
+    """What listing and restoring need of a store."""
 
     @property
     def url(self) -> str:
         """Where this store is, for messages."""
         ...
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes [start, start + length) of an object, to its end if `length` is None.
+
+        A range that passes the end of the object is a CorruptError: nobody asks for bytes
+        that no manifest promised.
+        """
+        ...
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start` on; CorruptError if there are fewer."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, in key order, never from a cache."""
+        ...
+
+
+@runtime_checkable
+class Storage(Readable, Protocol):
+    """A flat, strongly consistent store of immutable-by-convention objects.
+
+    After `put`, `create`, `replace_if` or a writer's end returns, the object is durable
+    (data, then its directory entries, are synced) and visible to every later call of any client.
+    """
 
     @property
     def upload_bytes(self) -> int:
@@ -79,22 +99,6 @@ class Storage(Protocol):
 
         An exception inside the block, or the death of the process, leaves no object.
         """
-        ...
-
-    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes [start, start + length) of an object, to its end if `length` is None.
-
-        A range that passes the end of the object is a CorruptError: nobody asks for bytes
-        that no manifest promised.
-        """
-        ...
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `start` on; CorruptError if there are fewer."""
-        ...
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, in key order, never from a cache."""
         ...
 
     def stat(self, key: str) -> ObjectInfo:

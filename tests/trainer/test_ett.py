@@ -379,6 +379,30 @@ def test_strays_are_no_ledgers_and_what_is_broken_is_named(tmp_path: Path) -> No
         read_report(tmp_path)
 
 
+def test_a_kill_in_a_long_silence(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    ledger = script.begin(1)
+    script.steps(ledger, 1, 10)
+    ledger.begin_span("evaluation")
+    for _ in range(100):
+        script.clock.advance(5.0)
+        ledger.beat()
+    script.clock.advance(2.0)  # and a kill
+    script.clock.advance(8.0)
+    second = script.begin(2)
+    script.steps(second, 1, 10)
+    script.close(second)
+    found = read_report(tmp_path)
+    check_sums(found)
+    assert found.attempts[0].ended == "failed"
+    assert spent(found.areas) == {
+        "training_new": 10.0,
+        "training_repeated": 10.0,
+        "evaluation": 500.0,
+        "between_attempts": 10.0,
+    }
+
+
 _seconds = st.floats(0, 30, allow_nan=False)
 _event = st.tuples(
     _seconds,
@@ -391,7 +415,7 @@ _event = st.tuples(
         ),
         st.tuples(st.sampled_from(["span_begin", "span_end"]), st.integers(1, 5), st.booleans()),
         st.tuples(st.sampled_from(["restored", "saved", "save_committed"]), st.integers(0, 30)),
-        st.tuples(st.sampled_from(["preempted", "closing", "closed", "exited"])),
+        st.tuples(st.sampled_from(["preempted", "closing", "closed", "exited", "alive"])),
     ),
 )
 _names = st.lists(

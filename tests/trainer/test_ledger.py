@@ -223,3 +223,76 @@ def test_process_age_is_that_of_this_process() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.15 < float(out.stdout) < 60
     assert process_age_s() > float(out.stdout)
+
+
+def test_silence_is_told_in_one_line_until_something_else_happens(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "a.jsonl"
+    ledger = Ledger(clock, 0.0, beat_s=5.0)
+    ledger.record("process", created_at_s=0.0)
+    ledger.beat()  # there is no file yet
+    ledger.open(path)
+
+    def told() -> list[tuple[str, float]]:
+        return [(e["event"], e["t"]) for e in read_ledger(path)[1:]]
+
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        ledger.beat()
+
+    pause(4.0)
+    assert told() == []
+    pause(1.0)
+    assert told() == [("alive", 5.0)]
+    size_bytes = path.stat().st_size
+    pause(4.0)
+    pause(4.0)
+    pause(5.0)
+    assert told() == [("alive", 18.0)]
+    assert path.stat().st_size == size_bytes
+    ledger.record("restored", step=0, position=0, epoch=None)
+    pause(6.0)
+    clock.advance(1.0)
+    ledger.stepped(1, 1)
+    ledger.stepped(2, 2)
+    pause(6.0)
+    clock.advance(1.0)
+    ledger.stepped(3, 3)  # a slow step: its line goes on all the same
+    pause(7.0)
+    assert told() == [
+        *(("alive", 18.0), ("restored", 18.0), ("alive", 24.0)),
+        *(("steps", 25.0), ("steps", 32.0), ("alive", 39.0)),
+    ]
+    assert [e["begin"] for e in read_ledger(path) if e["event"] == "steps"] == [18.0, 25.0]
+    ledger.close()
+    pause(60.0)
+    assert told()[-1] == ("alive", 39.0)
+
+
+def test_signs_of_life_survive_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from trainer.ledger import Ledger, read_ledger\n"
+        "path = Path(sys.argv[1])\n"
+        "ledger = Ledger(beat_s=0.001)\n"
+        "ledger.record('process', created_at_s=ledger.created_at_s)\n"
+        "ledger.open(path, beating=True)\n"
+        "def last(): return read_ledger(path)[-1]\n"
+        "while last()['event'] != 'alive': pass\n"
+        "first = last()\n"
+        "while last() == first: pass\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert [e["event"] for e in read_ledger(path)] == ["process", "alive"]
+
+
+def test_signs_of_life_end_with_the_ledger(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    ledger = Ledger()
+    ledger.open(tmp_path / "a.jsonl", beating=True)
+    assert [t.name for t in set(threading.enumerate()) - before] == ["sidestage-ledger"]
+    ledger.close()
+    assert set(threading.enumerate()) == before

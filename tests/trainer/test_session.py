@@ -14,6 +14,7 @@ from ckpt import CheckpointConfig
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, SaveError, StorageError
 from ckpt.layout import ledger_key
+from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, MemoryStorage
 from ckpt.types import Buffer, ObjectInfo
@@ -387,3 +388,14 @@ def test_commits_carry_the_event_time_of_what_was_trained(tmp_path: Path) -> Non
     assert latest is not None
     assert latest.record is not None
     assert latest.record.annotations == {EVENT_TIME: "1700000012.250000"}  # sample 49's
+
+
+def test_restores_from_what_was_read_ahead(tmp_path: Path) -> None:
+    first, second = Loop(), Loop()
+    first.run_in(first.session(tmp_path), 7)
+    ahead = Prefetch(LocalStorage(tmp_path), (0, 1, 1))
+    assert ahead.wait(60)
+    with Session(str(tmp_path), second.state, second.reader, prefetched=ahead) as session:
+        assert session.steps == 7
+    assert equal(first, second)
+    assert ahead.used == 6, "the run, the attempt, both commits, index and values"

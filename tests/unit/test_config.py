@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ckpt.config import CheckpointConfig, dataclass_from, load_toml, trust_file
+from ckpt.config import CheckpointConfig, dataclass_from, launched_ranks, load_toml, trust_file
 from ckpt.errors import BadInputError, NotFoundError
 
 
@@ -135,3 +135,22 @@ def test_where_the_trust_list_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert trust_file() == Path("/etc/xdg/sidestage/trusted-code")
     monkeypatch.setenv("SIDESTAGE_TRUST_FILE", "/srv/trusted")
     assert trust_file() == Path("/srv/trusted")
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks"),
+    [
+        ({}, (0, 1, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (3, 8, 4)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8, 8)),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, (0, 1, 1)),
+    ],
+)
+def test_ranks_as_a_launcher_says_them(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], ranks: tuple[int, int, int]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert launched_ranks() == ranks

@@ -134,7 +134,7 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
     start_s = min(starts)
     steps = tuple(_steps(events, zero_s))
     spans = tuple(sorted(_spans(events, zero_s, end_s), key=lambda s: s.begin_s))
-    ended = _ended(ranks, newest=newest)
+    ended = how_it_ended(ranks, newest=newest)
     training_s = steps[0].begin_s if steps else end_s
     missing = int(process.get("world_size") or len(ranks)) - len(ranks)
     if missing > 0:
@@ -233,7 +233,8 @@ def _steps(events: Events, zero_s: float) -> Iterator[Steps]:
         step, position = int(e["step"]), int(e["position"])
 
 
-def _ended(ranks: Mapping[int, Events], *, newest: bool) -> Ended:
+def how_it_ended(ranks: Mapping[int, Events], *, newest: bool) -> Ended:
+    """How an attempt ended, by its ranks' last events. `newest`: it may still be alive."""
     events = [e for events in ranks.values() for e in events]
     if any(_named(events, "preempted")):
         return "preempted"

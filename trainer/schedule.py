@@ -1,0 +1,64 @@
+"""After which steps a session saves: every so many, or as often as loses least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ckpt import SaveHandle
+from ckpt.checkpointer import SaveStats
+from ckpt.coordinator import Coordinator
+from ckpt.errors import BadInputError
+from ckpt.types import Clock
+from trainer.failures import Record
+from trainer.interval import AutoInterval
+
+
+class SaveSchedule:
+    """When saves are due, the same on all ranks.
+
+    Args:
+        save_every: steps from one save to the next, or "auto": see trainer.interval.
+    """
+
+    def __init__(self, save_every: int | Literal["auto"], clock: Clock) -> None:
+        if save_every != "auto" and save_every < 1:
+            raise BadInputError(f'save_every = {save_every}: give at least 1, or "auto"')
+        self._every = save_every
+        self._clock = clock
+        self._interval: AutoInterval | None = None
+        self._lag_s: float | None = None
+
+    def begin(self, step: int, coordinator: Coordinator, failures: Callable[[], Record]) -> None:
+        """Training goes on from this step. `failures`: the run's record, asked on rank 0 where it matters."""
+        if self._every != "auto":
+            return
+        record = failures() if coordinator.rank == 0 else Record(0, None)
+        since_s = self._clock.time() if record.since_s is None else record.since_s
+        self._interval = AutoInterval(
+            coordinator, self._clock, failures=record.failures, since_s=since_s
+        )
+        self._interval.begin(step)
+
+    def due(self, step: int, stats: SaveStats) -> bool:
+        """Save after this step, which has just ended? Call after each step, on every rank."""
+        if self._every != "auto":
+            return step % self._every == 0
+        if self._interval is None:
+            return False
+        block_s = None
+        if saves := len(stats.blocked_s):
+            waits_s = stats.fence_wait_s + stats.overlay_wait_s
+            block_s = (sum(stats.blocked_s) + waits_s) / saves
+        return self._interval.due(step, block_s, self._lag_s)
+
+    def saved(self, handle: SaveHandle) -> None:
+        """save() has just returned: time it until its commit."""
+        if self._interval is None:
+            return
+        began_s = self._clock.monotonic()
+
+        def done(_: Any) -> None:
+            self._lag_s = self._clock.monotonic() - began_s
+
+        handle.committed.add_done_callback(done)
