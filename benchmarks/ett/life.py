@@ -95,12 +95,22 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """SIGINT and SIGTERM come after what runs inside, so that a second one doesn't stop a clean-up."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """SIGINT and SIGTERM come after what runs inside, so that a second one doesn't stop a clean-up.
+
+    On the main thread. Handlers, because a mask wouldn't keep a signal from other threads.
+    """
+    came: list[int] = []
+    usual = {
+        number: signal.signal(number, lambda n, _: came.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for one in came[:1]:
+            signal.raise_signal(one)
 
 
 def _end_with_parent() -> None:
