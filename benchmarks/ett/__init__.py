@@ -25,9 +25,9 @@ from benchmarks.watch import wait_until_calm
 from ckpt.errors import BadInputError, SidestageError
 
 COLUMNS = (
-    *("model", "name", "source", "ett", "ett_same", "wall_s", "training_s", "step_ms"),
-    *("inflation", "interval_s", "start_s", "recover_s", "preempt_s", "block_ms", "lag_s"),
-    *("repeated", "points", "replay_error", "unaccounted"),
+    *("model", "name", "source", "ett", "ett_same", "wall_s", "step_ms", "inflation"),
+    *("interval_s", "start_s", "recover_s", "preempt_s", "block_ms", "lag_s", "repeated"),
+    *("points", "replay_error"),
 )
 NAMES = ("tables", "dense", "many", "sequence", "multitask")
 

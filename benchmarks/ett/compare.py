@@ -101,6 +101,9 @@ def ratios(of: Mapping[str, Compared], rows: Sequence[Row]) -> dict[str, Any]:
                 1 - (100 - ours) / (100 - sync) for ours, sync in pairs
             )
             found[f"source_{level}"] = _said(sources)
+            if "lived" in sources.values():  # how near to the level the lives came
+                found[f"sync_min_{level}"] = min(sync for _, sync in pairs)
+                found[f"sync_max_{level}"] = max(sync for _, sync in pairs)
         found["recover_ratio"] = statistics.median(_recover_ratio(c) for c in both.values())
         found["start_warm_vs_cold"] = statistics.median(_warm_vs_cold(c) for c in both.values())
         found["repeated_ratio"] = statistics.median(_repeated_ratio(c) for c in both.values())
