@@ -61,12 +61,12 @@ class LifeJob:
 class Figures:
     """What one way costs; seconds. The input of the replay and of `benchmarks fleet`.
 
-    block_s: what a save costs training: the time in it, waits for its snapshot, and slower steps while it
-    is written where the life shows them apart. lag_s: from save() to its commit. start_s: from
-    the launcher's start to the first step. recover_s: from a failure to the first batch, trained
-    before or not. preempt_s: the same for a preemption, with what it took to stop; preempt_repeats:
-    is anything trained again after it? shutdown_s, publish_s: at the end. step_inflation: a step, without
-    what is in block_s already, over one of `sync`. recoveries_s: after each kill and the preemption.
+    block_s: what a save costs training: the time in it, waits for its snapshot, and what all steps took
+    beyond those of `sync`, which don't differ in anything else. lag_s: from save() to its commit.
+    start_s: from the launcher's start to the first step. recover_s: from a failure to the first
+    batch, trained before or not. preempt_s: the same for a preemption, with what it took to stop;
+    preempt_repeats: is anything trained again after it? shutdown_s, publish_s: at the end.
+    recoveries_s: after each kill and the preemption.
     """
 
     block_s: float
@@ -77,7 +77,6 @@ class Figures:
     preempt_repeats: bool
     shutdown_s: float
     publish_s: float
-    step_inflation: float = 1.0
     recoveries_s: tuple[float, ...] = field(default=())
 
 
@@ -85,8 +84,7 @@ class Figures:
 class Replayed:
     """A life with so much training, at this way's best interval.
 
-    training_s: what its new steps take `sync`, which is what counts as effective. repeated_s: at this
-    way's own pace.
+    training_s: what its new steps take `sync`, which is what counts as effective.
     """
 
     training_s: float
@@ -106,16 +104,15 @@ def replay(way: Figures, training_s: float, kills: int = 2, preemptions: int = 1
     A failure costs half an interval and the lag, as long as training lasts; the interval is the one
     that loses least when so many failures come in this life.
     """
-    own_s = training_s * way.step_inflation
     repeats = kills + (preemptions if way.preempt_repeats else 0)
-    apart_s = own_s / max(1, kills + preemptions)
+    apart_s = training_s / max(1, kills + preemptions)
     interval_s = max(best_interval_s(SaveCosts(way.block_s, way.lag_s, apart_s)), 1e-3)
-    interval_s = min(interval_s, own_s)
+    interval_s = min(interval_s, training_s)
     repeated_s = repeats * min(interval_s / 2 + way.lag_s, apart_s)
     wall_s = (
         way.start_s
-        + own_s
-        + own_s / interval_s * way.block_s
+        + training_s
+        + training_s / interval_s * way.block_s
         + kills * way.recover_s
         + preemptions * way.preempt_s
         + repeated_s

@@ -141,23 +141,20 @@ def step_s(report: RunReport) -> float:
 def figures(report: RunReport, same_step_s: float) -> Figures:
     """What a life has measured, for its replay with other amounts of training.
 
-    same_step_s: a step of `sync`. What steps lose while a save is written is in block_s where the life
-    has steps with and without; all else that makes them slower is step_inflation.
+    same_step_s: a step of `sync`. What steps take beyond it is a cost of the saves written meanwhile.
     """
     first, *others = report.attempts
     last = report.attempts[-1]
     back = [_recovery_s(report, a) for a in others]
     kills, after_preemption = back[: len(KILLS)], back[len(KILLS) :]
-    block_s = report.measured.block_s or 0.0
     saves = sum(s.outcome != "skipped" for a in report.attempts for s in a.saves)
     areas = report.areas
     waited_s = areas["blocked_in_save"] + areas["overlay_pressure"]
-    slower_s = max(0.0, block_s * saves - waited_s)
     steps = new_steps(report) + report.batches_repeated
     trained_s = areas["training_new"] + areas["training_repeated"]
-    quiet_s = max(0.0, trained_s - slower_s) / max(1, steps)
+    slower_s = max(0.0, trained_s - steps * same_step_s)
     return Figures(
-        block_s=max(1e-4, block_s),
+        block_s=max(1e-4, (waited_s + slower_s) / max(1, saves)),
         lag_s=report.measured.lag_s or 0.0,
         start_s=first.time_to_start_s or 0.0,
         recover_s=sum(kills) / len(kills) if kills else 0.0,
@@ -166,7 +163,6 @@ def figures(report: RunReport, same_step_s: float) -> Figures:
         and report.attempts[len(KILLS)].ended != "preempted",
         shutdown_s=last.areas["shutdown"],
         publish_s=sum(a.areas["publishing"] for a in report.attempts),
-        step_inflation=quiet_s / same_step_s if same_step_s > 0 and quiet_s > 0 else 1.0,
         recoveries_s=tuple(back),
     )
 
@@ -177,7 +173,7 @@ def middle(of: Sequence[Figures]) -> Figures:
         name: statistics.median(getattr(f, name) for f in of)
         for name in (
             *("block_s", "lag_s", "start_s", "recover_s", "preempt_s"),
-            *("shutdown_s", "publish_s", "step_inflation"),
+            *("shutdown_s", "publish_s"),
         )
     }
     return Figures(
