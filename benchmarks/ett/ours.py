@@ -13,7 +13,7 @@ import torch
 from benchmarks.ett.job import LifeJob
 from benchmarks.ett.models import MODELS, Batches, Model, Net, rows_of, shard, train_step
 from benchmarks.ett.pace import Pace
-from benchmarks.ett.peers import expected_lag_s
+from benchmarks.ett.peers import compile_anew, expected_lag_s
 from ckpt import CheckpointConfig, SaveHandle
 from ckpt.config import trust_file
 from ckpt.storage import open_storage
@@ -38,6 +38,8 @@ def live(job: LifeJob, ledger: Ledger) -> None:
 def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
     model = rows_of(MODELS[job.model])
     storage, trust = open_storage(job.folder), TrustList(trust_file())
+    if "compile_cache" in job.without:
+        compile_anew(job)
     start = Startup(ledger, threads="overlap" not in job.without)
 
     def build() -> Net:

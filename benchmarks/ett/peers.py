@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +35,7 @@ _BYTES_PER_S = 64 << 20  # of a rank in the background, until a save has shown w
 
 def live(job: LifeJob, ledger: Ledger) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # As on another machine: what an earlier process compiled isn't there.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-", dir=job.folder)
+    compile_anew(job)
     with ledger.span("process_group_init"):
         group = joined("cpu")
         place = group.__enter__()
@@ -87,6 +85,12 @@ def live(job: LifeJob, ledger: Ledger) -> None:
         group.__exit__(None, None, None)
     ledger.record("closed")
     ledger.close()
+
+
+def compile_anew(job: LifeJob) -> None:
+    """As on another machine: the ranks of an attempt share what they compile, and find nothing earlier."""
+    folder = Path(job.folder) / f"inductor-{restart_count()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 class Saver:
