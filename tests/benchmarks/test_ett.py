@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.ett import _order, ablated, pace
 from benchmarks.ett.compare import Compared, ratios
 from benchmarks.ett.job import Figures, LifeJob, Way, replay, training_for
 from benchmarks.ett.life import end_tree, undisturbed
 from benchmarks.ett.lives import Lives, figures
 from benchmarks.ett.pace import Pace
+from ckpt.errors import BadInputError
 from trainer.ett.records import AREAS, Area, AttemptTime, Measured, RunReport, SaveTime
 
 SYNC = Figures(3.0, 3.0, 30.0, 30.0, 30.0, True, 1.0, 5.0)
@@ -170,6 +172,27 @@ def test_saves_come_as_often_as_loses_least(
     assert len(at) == 2
     assert not paced.over(999)
     assert paced.over(1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--models", "large"], "--models large: there are tables, dense"),
+        (["--models", "tables", "--ablate", "dense"], "--ablate dense: it must be one of"),
+        (["--ways", "ours", "--lived", "60"], "measured by sync"),
+    ],
+)
+def test_what_cannot_be_lived_is_refused(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main(["ett", "--json", str(tmp_path / "f"), "--root", str(tmp_path), *options])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == BadInputError.exit_code
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 _LAUNCHER = """
