@@ -12,6 +12,7 @@ import torch.distributed as dist
 from benchmarks.ett.job import CALIBRATED, FIRST_SAVE, LifeJob
 from trainer.interval import SaveCosts, best_interval_s
 
+_WARM_UP = 5  # steps of an attempt that take longer than those to come
 _FEWEST_STEPS = 10  # with and without a save being written, to tell what that costs
 
 
@@ -34,6 +35,7 @@ class Pace:
         self.steps: int | None = None
         if self._plan.exists():
             self.steps = int(json.loads(self._plan.read_text())["steps"])
+        self._warm = begin + _WARM_UP
         self._next = begin + FIRST_SAVE
         self._lag_s = lag_s
         self._at_s = time.monotonic()  # of the last step's or save's end
@@ -49,8 +51,9 @@ class Pace:
     def stepped(self, step: int, *, writing: bool) -> None:
         """After a step on every rank, before its save. At CALIBRATED they agree on the life's steps."""
         now_s = time.monotonic()
-        self._seconds[writing] += now_s - self._at_s
-        self._counts[writing] += 1
+        if step > self._warm:
+            self._seconds[writing] += now_s - self._at_s
+            self._counts[writing] += 1
         self._at_s = now_s
         if self._writing_since_s is not None and not writing:
             self._lag_s = now_s - self._writing_since_s
