@@ -24,6 +24,7 @@ from benchmarks import (
     stall,
 )
 from benchmarks.report import Report
+from ckpt.errors import BadInputError
 
 BENCHMARKS: dict[
     str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], Report]]
@@ -71,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         if (why := _unwritable(folder)) is not None:
             print(f"error: {option}: {folder}: {why}; name another folder", file=sys.stderr)
             return 2
-    result = BENCHMARKS[args.name][1](args)
+    try:
+        result = BENCHMARKS[args.name][1](args)
+    except BadInputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
     report.write(args.json, result)
     report.show(args.name, result)
     print(f"the figures are in {args.json}")

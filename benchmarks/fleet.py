@@ -29,9 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fleet_model import DAY_S, PARTS, Lives, Seconds, Times, best_interval_s, simulate
+from benchmarks.fleet_model import PARTS, Lives, Seconds, Times, best_interval_s, simulate
 from benchmarks.fleet_plots import line_plot
 from benchmarks.report import Report, Row, environment, median
+from trainer.interval import DAY_S
 
 RATES: Mapping[str, float] = {
     "rsc-jobs": 1 / 47.7,

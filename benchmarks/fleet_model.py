@@ -9,16 +9,17 @@ the job publishes, and is over. Failures are a Poisson process over wall time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer import interval
+from trainer.interval import DAY_S, SaveCosts
+
 Seconds = NDArray[np.float64]
 
-DAY_S = 86_400.0
 PARTS = (
     *("new", "repeated", "blocked", "interference", "start", "recover"),
     *("publishing", "shutdown"),
@@ -61,13 +62,13 @@ class Lives:
 
 
 def best_interval_s(times: Times, failures_per_day: float) -> float:
-    """Training time between saves that loses least, never shorter than a save takes.
-
-    sqrt(2 x cost of a save x time between failures): J. W. Young, "A first order approximation
-    to the optimum checkpoint interval", CACM 17(9), 1974.
-    """
-    cost_s = times.block_s + times.interference_s
-    return max(times.lag_s, times.block_s, math.sqrt(2 * cost_s * DAY_S / failures_per_day), 1e-3)
+    """Training time between saves that loses least (trainer.interval), never shorter than a save takes."""
+    costs = SaveCosts(
+        block_s=times.block_s + times.interference_s,
+        lag_s=max(times.lag_s, times.block_s),
+        between_failures_s=DAY_S / failures_per_day,
+    )
+    return max(interval.best_interval_s(costs), 1e-3)
 
 
 def simulate(

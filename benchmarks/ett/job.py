@@ -26,7 +26,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FIRST_SAVE = 20
 """The step of each attempt after which it saves, and learns what that costs."""
-CALIBRATED = 60
+CALIBRATED = 120
 """The step at which the first attempt knows how many steps the training is to have."""
 
 
@@ -61,11 +61,12 @@ class LifeJob:
 class Figures:
     """What one way costs; seconds. The input of the replay and of `benchmarks fleet`.
 
-    block_s: a save. lag_s: from save() to its commit. start_s: from the launcher's start to the
-    first step. recover_s: from a failure to the first batch, that were trained before or not.
-    preempt_s: the same for a preemption, with what it took to stop; preempt_repeats: is anything
-    trained again after it? shutdown_s, publish_s: at the end. step_inflation: step time
-    while a save is written over a quiet one, where that isn't in block_s already.
+    block_s: what a save costs training: the time in it, waits for its snapshot, and what all steps took
+    beyond those of `sync`, which don't differ in anything else. lag_s: from save() to its commit.
+    start_s: from the launcher's start to the first step. recover_s: from a failure to the first
+    batch, trained before or not. preempt_s: the same for a preemption, with what it took to stop;
+    preempt_repeats: is anything trained again after it? shutdown_s, publish_s: at the end.
+    recoveries_s: after each kill and the preemption.
     """
 
     block_s: float
@@ -76,13 +77,15 @@ class Figures:
     preempt_repeats: bool
     shutdown_s: float
     publish_s: float
-    step_inflation: float = 1.0
     recoveries_s: tuple[float, ...] = field(default=())
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A life with so much training, at this way's best interval."""
+    """A life with so much training, at this way's best interval.
+
+    training_s: what its new steps take `sync`, which is what counts as effective.
+    """
 
     training_s: float
     wall_s: float
@@ -90,12 +93,13 @@ class Replayed:
     repeated_s: float
 
     @property
-    def ett_percent(self) -> float:
+    def ett_same(self) -> float:
+        """Percent."""
         return 100 * self.training_s / self.wall_s
 
 
 def replay(way: Figures, training_s: float, kills: int = 2, preemptions: int = 1) -> Replayed:
-    """The measured losses around another amount of training.
+    """The measured losses around another amount of training, which is given in the steps of `sync`.
 
     A failure costs half an interval and the lag, as long as training lasts; the interval is the one
     that loses least when so many failures come in this life.
@@ -123,7 +127,7 @@ def training_for(way: Figures, ett_percent: float) -> float:
     low, high = 1e-3, 1e7
     for _ in range(100):
         middle = math.sqrt(low * high)
-        if replay(way, middle).ett_percent < ett_percent:
+        if replay(way, middle).ett_same < ett_percent:
             low = middle
         else:
             high = middle

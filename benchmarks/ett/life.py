@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -9,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from benchmarks.ett.job import Figures, LifeJob
+from benchmarks.ett.job import LifeJob
+from benchmarks.watch import tree
 from ckpt.errors import SidestageError
 from ckpt.layout import ledger_key
 from trainer.ett import read_report
-from trainer.ett.records import AttemptTime, RunReport
+from trainer.ett.records import RunReport
 from trainer.ledger import read_ledger
 
 KILLS = (0.3, 0.55)
@@ -25,6 +28,8 @@ PREEMPTED_AT = 0.8
 FAILURES = len(KILLS) + 1
 _TIMEOUT_S = 900.0
 _POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def live(job: LifeJob) -> RunReport:
@@ -48,6 +53,7 @@ def live(job: LifeJob) -> RunReport:
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - no other threads run here
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -60,55 +66,73 @@ def live(job: LifeJob) -> RunReport:
         )
         try:
             _interrupt(job, process)
-            code = process.wait(_TIMEOUT_S)
+            code = process.wait(_timeout_s(job))
+        except subprocess.TimeoutExpired:
+            raise SidestageError(
+                f"the life of {job.model} ({job.way}) had not ended after {_timeout_s(job):.0f} s"
+            ) from None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with undisturbed():
+                end_tree(process)
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise SidestageError(f"the life of {job.model} ({job.way}) ended with code {code}:\n{tail}")
     return read_report(folder)
 
 
-def figures(report: RunReport) -> Figures:
-    """What a life has measured, for its replay with other amounts of training."""
-    first, *others = report.attempts
-    last = report.attempts[-1]
-    back = [_recovery_s(report, a) for a in others]
-    kills, after_preemption = back[: len(KILLS)], back[len(KILLS) :]
-    measured = report.measured
-    preempted = report.attempts[len(KILLS)].ended == "preempted"
-    return Figures(
-        block_s=max(1e-4, measured.block_s or 1e-4),
-        lag_s=measured.lag_s or 0.0,
-        start_s=first.time_to_start_s or 0.0,
-        recover_s=sum(kills) / len(kills),
-        preempt_s=after_preemption[0] if after_preemption else 0.0,
-        preempt_repeats=not preempted,
-        shutdown_s=last.areas["shutdown"],
-        publish_s=sum(a.areas["publishing"] for a in report.attempts),
-        recoveries_s=tuple(back),
-    )
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a launcher and all below it, which may have sessions of their own."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGSTOP)  # it starts nothing while its tree is read
+        below = tree(process.pid)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
-def _recovery_s(report: RunReport, attempt: AttemptTime) -> float:
-    """From the last step before to this attempt's first one: survivors take their time to end, too."""
-    before = [a for a in report.attempts if a.epoch < attempt.epoch][-1]
-    gap_s = before.areas["shutdown"] + attempt.started_at_s - before.ended_at_s
-    return gap_s + (attempt.time_to_start_s or 0.0)
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """SIGINT and SIGTERM come after what runs inside, so that a second one doesn't stop a clean-up.
+
+    On the main thread. Handlers, because a mask wouldn't keep a signal from other threads.
+    """
+    came: list[int] = []
+    usual = {
+        number: signal.signal(number, lambda n, _: came.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for one in came[:1]:
+            signal.raise_signal(one)
+
+
+def _end_with_parent() -> None:
+    """In the launcher: SIGTERM, which it hands on, once this process is gone, however it ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _timeout_s(job: LifeJob) -> float:
+    return _TIMEOUT_S + 4 * job.training_s
 
 
 def _interrupt(job: LifeJob, process: subprocess.Popen[bytes]) -> None:
     plan = Path(job.plan)
-    if not _wait_for(lambda: plan.exists() or None, process, "the number of steps"):
+    timeout_s = _timeout_s(job)
+    if not _wait_for(plan.exists, process, timeout_s, "the number of steps"):
         return
     steps = int(json.loads(plan.read_text())["steps"])
     folder = Path(job.folder)
     ends = [*((k, signal.SIGKILL) for k in KILLS), (PREEMPTED_AT, signal.SIGTERM)]
     for attempt, (share, number) in enumerate(ends, 1):
         reached = partial(_reached, folder / ledger_key(attempt, 0), int(share * steps))
-        if not _wait_for(lambda: reached() or None, process, f"{share:.0%} of the steps"):  # noqa: B023
+        if not _wait_for(reached, process, timeout_s, f"{share:.0%} of the steps"):
             return
         os.kill(int((folder / "pid-1").read_text()), number)
 
@@ -121,14 +145,14 @@ def _reached(path: Path, step: int) -> bool:
 
 
 def _wait_for(
-    look: Callable[[], object | None], process: subprocess.Popen[bytes], what: str
+    look: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float, what: str
 ) -> bool:
     """False if the process has ended first: its exit code says why."""
-    deadline = time.monotonic() + _TIMEOUT_S
-    while look() is None:
+    deadline = time.monotonic() + timeout_s
+    while not look():
         if process.poll() is not None:
             return False
         if time.monotonic() > deadline:
-            raise SidestageError(f"waited {_TIMEOUT_S:g} s for {what}")
+            raise SidestageError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(_POLL_S)
     return True

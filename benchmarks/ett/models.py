@@ -1,12 +1,15 @@
 """Five recommendation models of different shape, each a TorchRec model under DistributedModelParallel.
 
-| name | tables | dense part |
-|---|---|---|
-| tables | 4 of 250,000 rows x 32 | DLRM: MLP, dot products of pairs, MLP |
-| dense | 8 of 5,000 x 16 | DCN: 3 cross layers of full rank, MLP 512-256 |
-| many | 64 of 1,000 x 8 | MLP 64 |
-| sequence | 20,000 items, 10,000 users x 32, unpooled | attention over the last 20 items |
-| multitask | MovieLens-100k's features x 16 | 4 experts, 2 gated towers |
+| name | tables | MiB | dense part |
+|---|---|---|---|
+| tables | 4 of 2,000,000 x 32, split | 977 | DLRM: MLP, dot products of pairs, MLP |
+| dense | 8 of 300,000 x 16 | 146 | DCN: 3 cross layers of full rank, MLP 512-256 |
+| many | 64 of 130,000 x 8 | 254 | MLP 64 |
+| sequence | 2,000,000 items, 1,000,000 users x 32, split, unpooled | 366 | attention over 20 items |
+| multitask | MovieLens-100k's 8 features x 16, 2,781 rows in all | 0.2 | 4 experts, 2 gated towers |
+
+Rows x dimensions, float32; RowWiseAdagrad adds 4 bytes a row. A rank holds half: of each row-wise split
+table, or every other table.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ DENSE = 13  # dense features of the synthetic models
 SEQUENCE = 20
 _POOL = 64  # batches made beforehand; training reads them again and again
 _GOLDEN = 64
-_LARGE_ROWS = 100_000  # from here on a table is split by rows
+_LARGE_ROWS = 1_000_000  # from here on a table is split by rows
 
 
 @dataclass(frozen=True)
@@ -67,34 +70,21 @@ class Net(nn.Module):
         meta = torch.device("meta")
         init = partial(nn.init.uniform_, a=-0.05, b=0.05)
         self.pooled = model.pooled
-        if model.pooled:
-            self.embeddings: Any = EmbeddingBagCollection(
-                tables=[
-                    EmbeddingBagConfig(
-                        name=f,
-                        feature_names=[f],
-                        num_embeddings=n,
-                        embedding_dim=model.dim,
-                        init_fn=init,
-                    )
-                    for f, n in model.tables.items()
-                ],
-                device=meta,
-            )
-        else:
-            self.embeddings = EmbeddingCollection(
-                tables=[
-                    EmbeddingConfig(
-                        name=f,
-                        feature_names=[f],
-                        num_embeddings=n,
-                        embedding_dim=model.dim,
-                        init_fn=init,
-                    )
-                    for f, n in model.tables.items()
-                ],
-                device=meta,
-            )
+        config: Any = EmbeddingBagConfig if model.pooled else EmbeddingConfig
+        collection: Any = EmbeddingBagCollection if model.pooled else EmbeddingCollection
+        self.embeddings = collection(
+            tables=[
+                config(
+                    name=f,
+                    feature_names=[f],
+                    num_embeddings=n,
+                    embedding_dim=model.dim,
+                    init_fn=init,
+                )
+                for f, n in model.tables.items()
+            ],
+            device=meta,
+        )
         self.dense = model.dense(len(model.tables))
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -204,10 +194,10 @@ def _tables(count: int, rows: int) -> dict[str, int]:
 MODELS: dict[str, Model] = {
     m.name: m
     for m in (
-        Model("tables", _tables(4, 250_000), 32, Dots, 1024),
-        Model("dense", _tables(8, 5_000), 16, Cross, 1024),
-        Model("many", _tables(64, 1_000), 8, Flat, 512),
-        Model("sequence", {"item": 20_000, "user": 10_000}, 32, Attention, 512, pooled=False),
+        Model("tables", _tables(4, 2_000_000), 32, Dots, 1024),
+        Model("dense", _tables(8, 300_000), 16, Cross, 1024),
+        Model("many", _tables(64, 130_000), 8, Flat, 512),
+        Model("sequence", {"item": 2_000_000, "user": 1_000_000}, 32, Attention, 512, pooled=False),
         Model("multitask", dict.fromkeys(FEATURES, 0), 16, Experts, 1024, movielens=True),
     )
 }

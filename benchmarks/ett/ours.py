@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from benchmarks.ett.job import LifeJob
 from benchmarks.ett.models import MODELS, Batches, Model, Net, rows_of, shard, train_step
 from benchmarks.ett.pace import Pace
-from ckpt import CheckpointConfig
+from benchmarks.ett.peers import compile_anew, expected_lag_s
+from ckpt import CheckpointConfig, SaveHandle
 from ckpt.config import trust_file
 from ckpt.prefetch import Prefetch
 from ckpt.storage import open_storage
@@ -26,7 +27,6 @@ from trainer.pt2 import prepare
 from trainer.session import Session
 from trainer.startup import Startup
 
-_BYTES_PER_S = 64 << 20  # a save is spread no thinner than this
 _NEVER = 10**12
 
 
@@ -39,6 +39,8 @@ def live(job: LifeJob, ledger: Ledger) -> None:
 def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
     model = rows_of(MODELS[job.model])
     storage, trust = open_storage(job.folder), TrustList(trust_file())
+    if "compile_cache" in job.without:
+        compile_anew(job)
     start = Startup(ledger, threads="overlap" not in job.without)
 
     def build() -> Net:
@@ -131,36 +133,29 @@ def _train(job: LifeJob, ledger: Ledger, ready: dict[str, Any]) -> None:
         prefetched=ready.get("prefetch"),
         grace_s=None if "preemption" in job.without else 25.0,
     )
-    lag_s = _bytes(sharded.state_dict()) / _BYTES_PER_S
     with session:
         (Path(job.folder) / f"pid-{place.rank}").write_text(str(os.getpid()))
-        pace = Pace(job, place.rank, session.steps)
-        block_s = 0.0
+        lag_s = expected_lag_s({"model": sharded.state_dict(), "optimizer": optimizer.state_dict()})
+        pace = Pace(job, place.rank, session.steps, 0.0 if copied else lag_s)
+        handle: SaveHandle | None = None
         sharded.train()
         for batch in session.batches():
             train_step(sharded, optimizer, batch)
             session.step()
+            pace.stepped(session.steps, writing=handle is not None and not handle.committed.done())
             if pace.due(session.steps):
                 handle = session.save()
                 block_s = handle.blocked_s
                 if copied:
-                    block_s = _until(ledger, handle.committed.result, block_s)
-            pace.learn(session.steps, block_s, lag_s)
+                    block_s += _wait(ledger, handle)
+                pace.saved(session.steps, block_s, writing=not copied)
             if pace.over(session.steps):
                 break
 
 
-def _until(ledger: Ledger, done: Callable[[], Any], block_s: float) -> float:
-    """Wait for a commit, as a blocking save does; what the whole save took."""
-    import time
-
+def _wait(ledger: Ledger, handle: SaveHandle) -> float:
+    """Wait for the commit, as a blocking save does; the seconds that it took."""
     began_s = time.monotonic()
     with ledger.span("blocked_in_save"):
-        done()
-    return block_s + time.monotonic() - began_s
-
-
-def _bytes(state: Any) -> int:
-    from benchmarks.ett.peers import _local
-
-    return sum(t.numel() * t.element_size() for _, t in _local(state, ""))
+        handle.committed.result()
+    return time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""When to save and when to end: the same rule for every way, agreed once per attempt."""
+"""When to save and when to end: the same rule for every way, agreed after each save."""
 
 from __future__ import annotations
 
@@ -12,56 +12,89 @@ import torch.distributed as dist
 from benchmarks.ett.job import CALIBRATED, FIRST_SAVE, LifeJob
 from trainer.interval import SaveCosts, best_interval_s
 
+_WARM_UP = 5  # steps of an attempt that take longer than those to come
+_FEWEST_STEPS = 10  # with and without a save being written, to tell what that costs
+
 
 class Pace:
     """Steps of one attempt.
 
     The first life of a model decides how many steps its training has, by how long steps take; every
-    attempt saves after `FIRST_SAVE` steps and then as often as loses least, by what that save took.
+    attempt saves after `FIRST_SAVE` steps and then as often as loses least, by what its saves cost:
+    the time that they block, what steps lose while they are written, and how long that takes.
+
+    Args:
+        begin: the step that this attempt begins after.
+        lag_s: expected from save() to commit, until one has been seen.
     """
 
-    def __init__(self, job: LifeJob, rank: int, begin: int) -> None:
+    def __init__(self, job: LifeJob, rank: int, begin: int, lag_s: float) -> None:
         self._job = job
         self._rank = rank
-        self._begin = begin
-        self._began_s = time.monotonic()
         self._plan = Path(job.plan)
         self.steps: int | None = None
         if self._plan.exists():
             self.steps = int(json.loads(self._plan.read_text())["steps"])
-        self._every: int | None = None
+        self._warm = begin + _WARM_UP
+        self._next = begin + FIRST_SAVE
+        self._lag_s = lag_s
+        self._at_s = time.monotonic()  # of the last step's or save's end
+        self._writing_since_s: float | None = None
+        self._seconds = {True: 0.0, False: 0.0}  # of steps, while a save is written and without
+        self._counts = {True: 0, False: 0}
+        self._blocks_s: list[float] = []
 
     def due(self, step: int) -> bool:
         """Is a save due after this step?"""
-        done = step - self._begin
-        if self._every is None:
-            return done == FIRST_SAVE
-        return (done - FIRST_SAVE) % self._every == 0
+        return step == self._next
 
-    def learn(self, step: int, block_s: float, lag_s: float) -> None:
-        """After a step on every rank: decide the interval after the first save, and the steps of the life."""
-        done = step - self._begin
-        if done == FIRST_SAVE:
-            step_s = self._step_s(done, block_s)
-            apart_s = self._job.training_s / max(1, self._job.failures)
-            interval_s = best_interval_s(SaveCosts(block_s, lag_s, apart_s))
-            self._every = self._agree(max(1, math.ceil(interval_s / step_s)))
+    def stepped(self, step: int, *, writing: bool) -> None:
+        """After a step on every rank, before its save. At CALIBRATED they agree on the life's steps."""
+        now_s = time.monotonic()
+        if step > self._warm:
+            self._seconds[writing] += now_s - self._at_s
+            self._counts[writing] += 1
+        self._at_s = now_s
+        if self._writing_since_s is not None and not writing:
+            self._lag_s = now_s - self._writing_since_s
+            self._writing_since_s = None
         if self.steps is None and step == CALIBRATED:
-            steps = math.ceil(self._job.training_s / self._step_s(done, block_s))
-            self.steps = max(self._agree(steps), 2 * CALIBRATED)
+            steps = self._agree(math.ceil(self._job.training_s / self._step_s()))
+            self.steps = max(steps, 2 * CALIBRATED)
             if self._rank == 0:
-                made = self._plan.with_suffix(".new")
-                made.write_text(json.dumps({"steps": self.steps}) + "\n")
-                made.rename(self._plan)
+                write_steps(self._plan, self.steps)
+
+    def saved(self, step: int, block_s: float, *, writing: bool) -> None:
+        """After a save on every rank: agree on when the next one is due."""
+        self._blocks_s.append(block_s)
+        apart_s = self._job.training_s / max(1, self._job.failures)
+        interval_s = best_interval_s(SaveCosts(self._save_s(), self._lag_s, apart_s))
+        self._next = step + self._agree(max(1, math.ceil(interval_s / self._step_s())))
+        self._at_s = time.monotonic()
+        self._writing_since_s = self._at_s - block_s if writing else None
 
     def over(self, step: int) -> bool:
         return self.steps is not None and step >= self.steps
 
-    def _step_s(self, done: int, block_s: float) -> float:
-        saves = 0 if self._every is None else 1 + (done - FIRST_SAVE) // self._every
-        return max(1e-4, (time.monotonic() - self._began_s - saves * block_s) / done)
+    def _step_s(self) -> float:
+        return max(1e-4, sum(self._seconds.values()) / max(1, sum(self._counts.values())))
+
+    def _save_s(self) -> float:
+        """What a save costs training, with what steps lose while it is written where that is known."""
+        slower_s = 0.0
+        if min(self._counts.values()) >= _FEWEST_STEPS:
+            busy_s, calm_s = (self._seconds[w] / self._counts[w] for w in (True, False))
+            slower_s = max(0.0, busy_s - calm_s) * self._counts[True]
+        return (sum(self._blocks_s) + slower_s) / len(self._blocks_s)
 
     def _agree(self, mine: int) -> int:
         said = [mine]
         dist.broadcast_object_list(said, 0)
         return said[0]
+
+
+def write_steps(plan: Path, steps: int) -> None:
+    """How many steps the lives of a model have; a reader sees all of it or nothing."""
+    made = plan.with_suffix(".new")
+    made.write_text(json.dumps({"steps": steps}) + "\n")
+    made.rename(plan)

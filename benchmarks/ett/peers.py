@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +30,12 @@ from trainer.launch import joined, seed_generators
 from trainer.ledger import Ledger
 from trainer.origin import origin
 
-_BYTES_PER_S = 64 << 20  # what an asynchronous save is expected to write in the background at least
+_BYTES_PER_S = 64 << 20  # of a rank in the background, until a save has shown what it is
 
 
 def live(job: LifeJob, ledger: Ledger) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # As on another machine: what an earlier process compiled isn't there.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-", dir=job.folder)
+    compile_anew(job)
     with ledger.span("process_group_init"):
         group = joined("cpu")
         place = group.__enter__()
@@ -66,23 +64,18 @@ def live(job: LifeJob, ledger: Ledger) -> None:
             train_step(sharded, optimizer, next(iter(batches)))
         step += 1
         ledger.stepped(step, step)
-    pace = Pace(job, place.rank, step)
-    block_s = 0.0
+    pace = Pace(job, place.rank, step, saver.lag_s)
     for batch in batches:
         train_step(sharded, optimizer, batch)
         step += 1
         ledger.stepped(step, step)
+        pace.stepped(step, writing=saver.writing)
         if pace.due(step):
-            began_s = time.monotonic()
-            with ledger.span("blocked_in_save"):
-                saver.save(step, ledger)
-            block_s = time.monotonic() - began_s
-            ledger.record("saved", step=step, blocked_s=block_s)
-        pace.learn(step, block_s, saver.lag_s)
+            pace.saved(step, saver.save(step, ledger), writing=saver.writing)
         if pace.over(step):
             break
-    with ledger.span("blocked_in_save"):  # what the end is published from
-        saver.save(step, ledger)
+    saver.save(step, ledger)  # what the end is published from
+    with ledger.span("shutdown"):
         saver.wait()
     with ledger.span("publishing"):
         _publish(job, net, sharded, batch, place.rank)
@@ -92,6 +85,12 @@ def live(job: LifeJob, ledger: Ledger) -> None:
         group.__exit__(None, None, None)
     ledger.record("closed")
     ledger.close()
+
+
+def compile_anew(job: LifeJob) -> None:
+    """As on another machine: the ranks of an attempt share what they compile, and find nothing earlier."""
+    folder = Path(job.folder) / f"inductor-{restart_count()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 class Saver:
@@ -104,17 +103,30 @@ class Saver:
         self._model, self._optimizer = model, optimizer
         self._running: tuple[int, Any] | None = None
         self._group = dist.new_group(backend="gloo")
-        state = sum(t.numel() * t.element_size() for _, t in _local(self._state(), ""))
-        self.lag_s = state / _BYTES_PER_S if self._asynchronous else 0.0
+        self.lag_s = expected_lag_s(self._state()) if self._asynchronous else 0.0
 
-    def save(self, step: int, ledger: Ledger) -> None:
+    @property
+    def writing(self) -> bool:
+        """Is a save being written in the background?"""
+        return self._running is not None and not self._running[1].done()
+
+    def save(self, step: int, ledger: Ledger) -> float:
+        """Seconds that it blocked. Collective."""
+        began_s = time.monotonic()
+        with ledger.span("blocked_in_save"):
+            self._save(step, ledger)
+        block_s = time.monotonic() - began_s
+        ledger.record("saved", step=step, blocked_s=block_s)
+        return block_s
+
+    def _save(self, step: int, ledger: Ledger) -> None:
         self.wait()
         folder = self._folder / f"{step:09d}"
         if not self._asynchronous:
             dcp.save(self._state(), checkpoint_id=folder, process_group=self._group)
             ledger.record("save_committed", step=step)
             return
-        state = {f"r{self._rank}/{k}": t for k, t in _local(self._state(), "")}
+        state = {f"r{self._rank}/{k}": t for k, t in local_tensors(self._state(), "")}
         done = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
         done.add_done_callback(lambda _: ledger.record("save_committed", step=step))
         self._running = (step, done)
@@ -133,7 +145,7 @@ class Saver:
         state = self._state()
         if self._asynchronous:
             # The tensors are the model's own: they are filled in place.
-            local = {f"r{self._rank}/{k}": t for k, t in _local(state, "")}
+            local = {f"r{self._rank}/{k}": t for k, t in local_tensors(state, "")}
             dcp.load(local, checkpoint_id=folder, process_group=self._group)
         else:
             dcp.load(state, checkpoint_id=folder, process_group=self._group)
@@ -145,7 +157,12 @@ class Saver:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
 
-def _local(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def expected_lag_s(state: Any) -> float:
+    """How long it may take to write this rank's part in the background."""
+    return sum(t.numel() * t.element_size() for _, t in local_tensors(state, "")) / _BYTES_PER_S
+
+
+def local_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Each rank's tensors of nested state, by name."""
     if isinstance(value, ShardedTensor):
         for n, piece in enumerate(value.local_shards()):
@@ -154,14 +171,14 @@ def _local(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, value.detach()
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _local(inner, f"{name}/{key}")
+            yield from local_tensors(inner, f"{name}/{key}")
 
 
 def _publish(job: LifeJob, net: Net, sharded: Any, batch: Any, rank: int) -> None:
     """On the training processes: export the dense part, quantise and write each rank's rows."""
     folder = Path(job.folder) / "published"
     folder.mkdir(exist_ok=True)
-    for n, (_, tensor) in enumerate(_local(sharded.state_dict(), "")):
+    for n, (_, tensor) in enumerate(local_tensors(sharded.state_dict(), "")):
         if tensor.dim() == 2 and tensor.dtype == torch.float32:
             rows = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(tensor.contiguous())
             rows.numpy().tofile(folder / f"r{rank}-{n}.bin")

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.fleet import ASYNC, BASELINE, BUILT_IN, OURS, RATES, read_times
-from benchmarks.fleet_model import DAY_S, PARTS, Times, best_interval_s, simulate
+from benchmarks.fleet_model import PARTS, Times, best_interval_s, simulate
+from trainer.interval import DAY_S
 
 
 @pytest.mark.parametrize(
