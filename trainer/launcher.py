@@ -14,6 +14,7 @@ it was when the job was launched: to change code, launch anew.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import logging
 import os
@@ -44,7 +45,7 @@ def launch(arguments: Sequence[str], preload: Sequence[str] = PRELOAD) -> None:
     # Asking for devices in the usual way would leave the driver in a state that no fork can use.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     server: Any = vars(forkserver)["_forkserver"]
-    server.set_forkserver_preload(list(preload))
+    server.set_forkserver_preload(["trainer.uncollected", *preload])
     server.ensure_running()  # now: it imports on one core while this process does on another
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -90,6 +91,8 @@ def _with_text(record: logging.LogRecord) -> bool:
 
 def work(script: str, arguments: list[str], module: bool) -> None:
     """In a worker: be the program `python [-m] script arguments...`."""
+    gc.freeze()  # what all workers have in common is no garbage, and isn't looked through for any
+    gc.enable()
     sys.argv = [script, *arguments]
     try:
         if module:

@@ -202,6 +202,57 @@ def test_takes_renamed_and_permuted_features(trust: TrustList) -> None:
     ]
 
 
+exports: list[str | None] = []
+"""Not the model's own: the exporter copies that."""
+
+
+class Peeks(nn.Module):
+    """A ranker that notes its exports; it looks at the lengths of `peek`, but only while exported."""
+
+    def __init__(self, peek: str | None) -> None:
+        super().__init__()
+        self.peek = peek
+        self.ranker = models.Ranker()
+
+    def forward(self, dense: Tensor, features: Any) -> Tensor:
+        logits = self.ranker(dense, features)
+        if torch.compiler.is_exporting():
+            exports.append(self.peek)
+            if self.peek is not None:
+                logits = logits + 0 * features[self.peek].lengths()
+        return logits
+
+
+@pytest.fixture
+def noted() -> Iterator[list[str | None]]:
+    exports.clear()
+    yield exports
+    exports.clear()
+
+
+def test_features_that_are_only_looked_up_take_no_second_trace(
+    trust: TrustList, noted: list[str | None]
+) -> None:
+    model, storage = Peeks(None), MemoryStorage()
+    args = models.Ranker.request(16)
+    description = read_description(storage, describe(model, storage, trust, args))
+    assert [i.name for i in description.inputs] == ["dense", "ranker.bags"]
+    assert noted == [None]
+
+
+def test_a_feature_that_only_an_export_reads_is_an_input(
+    trust: TrustList, noted: list[str | None]
+) -> None:
+    model, storage = Peeks("b"), MemoryStorage()
+    args = models.Ranker.request(16)
+    description = read_description(storage, describe(model, storage, trust, args))
+    assert "b.lengths" in [i.name for i in description.inputs]
+    request = request_of(description, dict(zip(["dense", "features"], args, strict=True)))
+    (served,) = serve(storage, description, keys_of(model), request).values()
+    assert torch.equal(served, outputs(model, args)[0])
+    assert len(noted) > 1
+
+
 def test_refuses_a_wrong_prefix(trust: TrustList) -> None:
     model = models.Ranker()
     served = ServedModel("m", model, model.request(4), "other.", keys_of(model))

@@ -11,11 +11,12 @@ import pytest
 from tests.trainer.launch import ROOT
 
 PROGRAM = """
-import atexit, json, os, signal, sys
+import atexit, gc, json, os, signal, sys
 import made_up_model
 folder, how = sys.argv[1:]
 rank, life = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 seen = {"parent": os.getppid(), "imported_by": made_up_model.IMPORTED_BY, "me": os.getpid(), "name": __name__}
+seen["collects"] = [made_up_model.COLLECTED, gc.isenabled(), gc.get_freeze_count() > 1000]
 with open(f"{folder}/new-{life}-{rank}", "w") as file:  # under its name only when whole
     file.write(json.dumps(seen))
 os.replace(file.name, f"{folder}/life{life}-r{rank}")
@@ -26,7 +27,7 @@ if how == "failing" and rank == "0":
     sys.exit(7)
 sys.exit(0)
 """
-MODEL = "import os\nIMPORTED_BY = os.getpid()\n"
+MODEL = "import gc, os\nIMPORTED_BY, COLLECTED = os.getpid(), gc.isenabled()\n"
 
 
 def launch(folder: Path, how: str, restarts: int) -> subprocess.CompletedProcess[str]:
@@ -60,6 +61,8 @@ def test_workers_of_every_life_are_forks_of_one_process_that_has_imported(tmp_pa
     assert {s["imported_by"] for s in seen.values()} == {server}
     assert len({s["me"] for s in seen.values()}) == len(seen)
     assert {s["name"] for s in seen.values()} == {"__main__"}
+    # No garbage is looked for while importing, nor in what was imported; but in all that comes later.
+    assert all(s["collects"] == [False, True, True] for s in seen.values())
     assert (tmp_path / "left1-r0").exists()  # atexit functions have run, in forks too
     assert (tmp_path / "left1-r1").exists()
     assert "terminated with signal SIGKILL" in done.stderr

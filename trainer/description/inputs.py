@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,60 +33,83 @@ class ProgramInput:
         return (self.kind, *(self.of or (self.name,)))
 
 
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""A feature's values, lengths, and weights if it has any."""
+
+_JOINED = ("_values", "_lengths", "_weights")
+
+
 class InputIds(KeyedJaggedTensor):
-    """A sparse argument while tracing: each feature has tensors of its own.
+    """A sparse argument while tracing: each feature has tensors of its own, made when they are read.
 
     A KeyedJaggedTensor holds its features in one tensor, and cutting that depends on data.
 
     Args:
-        features: key -> (values, lengths, weights or None).
+        features: key -> what makes its parts, equal ones at each call.
         stride: the batch size.
+        weighted: have the features weights?
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> InputIds:
         return object.__new__(cls)
 
     def __init__(
-        self, features: Mapping[str, tuple[Tensor, Tensor, Tensor | None]], stride: Any
+        self, features: Mapping[str, Callable[[], Parts]], stride: Any, *, weighted: bool
     ) -> None:
         self._features = features
-        weights = [w for _, _, w in features.values() if w is not None]
-        super().__init__(
-            keys=list(features),
-            values=torch.cat([v for v, _, _ in features.values()]),
-            lengths=torch.cat([n for _, n, _ in features.values()]),
-            weights=torch.cat(weights) if weights else None,
-            stride=stride,
-        )
+        self._weighted = weighted
+        super().__init__(keys=list(features), values=torch.empty(0), stride=stride)
+        for name in _JOINED:  # from here on they are asked of __getattr__
+            delattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """All features in one tensor, where the model reads them so."""
+        if name not in _JOINED:
+            raise AttributeError(name)
+        joined = None
+        if name != "_weights" or self._weighted:
+            at = _JOINED.index(name)
+            joined = torch.cat([part()[at] for part in self._features.values()])  # type: ignore[misc]
+        setattr(self, name, joined)
+        return joined
 
     def __getitem__(self, key: str) -> Any:
-        values, lengths, weights = self._features[key]
+        values, lengths, weights = self._features[key]()
         return JaggedTensor(values, weights, lengths, offsets_of(lengths))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, Any]:
         return {key: self[key] for key in self._features}
 
+    def stride(self) -> Any:
+        return self._stride
+
     def offsets(self) -> Tensor:
         return offsets_of(self.lengths())
 
     def length_per_key(self) -> list[int]:
-        return [values.size(0) for values, _, _ in self._features.values()]
+        return [part()[0].size(0) for part in self._features.values()]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
         keys = list(self._features)
-        return InputIds({keys[i]: self._features[keys[i]] for i in indices}, self._stride)
+        return self._some([keys[i] for i in indices])
 
     def split(self, segments: list[int]) -> list[Any]:
         keys, out, at = list(self._features), [], 0
         for n in segments:
-            part = {key: self._features[key] for key in keys[at : at + n]}
-            out.append(InputIds(part, self._stride) if part else KeyedJaggedTensor.empty())
+            out.append(self._some(keys[at : at + n]) if n else KeyedJaggedTensor.empty())
             at += n
         return out
+
+    def _some(self, keys: Sequence[str]) -> InputIds:
+        parts = {key: self._features[key] for key in keys}
+        return InputIds(parts, self._stride, weighted=self._weighted)
 
 
 class Arguments:
     """All inputs that the program could have, and what becomes of them.
+
+    What the dense part does with a feature that it doesn't read needs no trace to be known: such a
+    feature is looked up, or ignored, and tracing takes time for each candidate.
 
     Args:
         request: the golden request. feed: what the probe saw; gets the stand-ins' answers.
@@ -98,6 +122,32 @@ class Arguments:
         self._calls = list(zip(feed.calls, lookups, strict=True))
         self._features = {f.name: f for f in request.features}
         self._same: dict[str, str] = {}
+        self._expected = set(self._features)
+        self._read: set[str] = set()
+
+    def watch(self, model: Any) -> None:
+        """Run the shadow on the golden request; features that it doesn't read are no candidates anymore."""
+        inputs = self.candidates()
+        try:
+            with torch.no_grad():
+                self.call(model, inputs, [i.example.clone() for i in inputs])
+        except Exception:  # tracing will say what is wrong with it, if anything is
+            return
+        rows = {
+            f.feature
+            for call, lookup in self._calls
+            if call.pooled is None
+            for f in lookup.features
+        }
+        self._expected = self._read | rows
+        self._read = set()
+
+    def surprised(self) -> bool:
+        """Has the model read a feature that `watch` hasn't seen it read? Then all are candidates again."""
+        if self._read <= self._expected:
+            return False
+        self._expected = set(self._features)
+        return True
 
     def unify(self, same: Mapping[str, str]) -> None:
         """From now on these sizes are one: `ids:<feature>` -> the size that it always equals."""
@@ -127,6 +177,8 @@ class Arguments:
                     ids = _host(indices).long()
                     found.append(ProgramInput(f"{path}.row_ids", "row_ids", of, size, ids))
         for f in self._request.features:
+            if f.name not in self._expected:
+                continue
             values, lengths = _host(f.ids.values()).long(), _host(f.ids.lengths()).long()
             found.append(ProgramInput(f"{f.name}.values", "values", (f.name,), f.size, values))
             found.append(ProgramInput(f"{f.name}.lengths", "lengths", (f.name,), BATCH, lengths))
@@ -134,7 +186,7 @@ class Arguments:
             if weights is not None:
                 given = _host(weights).float()
                 found.append(ProgramInput(f"{f.name}.weights", "weights", (f.name,), f.size, given))
-        return found
+        return unified(found, self._same)
 
     def call(self, model: Any, inputs: Sequence[ProgramInput], tensors: Sequence[Tensor]) -> Any:
         """The output of the shadow, by inputs alone.
@@ -151,12 +203,27 @@ class Arguments:
         for name, leaf in self._request.leaves.items():
             if isinstance(leaf, KeyedJaggedTensor):
                 own = [f for f in self._request.features if f.argument == name]
-                leaves[name] = InputIds({f.key: _parts(f, fill) for f in own}, sizes[BATCH])
+                leaves[name] = InputIds(
+                    {f.key: cache(partial(self._parts, f, fill)) for f in own},
+                    sizes[BATCH],
+                    weighted=leaf.weights_or_none() is not None,
+                )
             elif isinstance(leaf, Tensor):
                 leaves[name] = fill.take(("dense", name), BATCH, leaf)
             else:
                 leaves[name] = leaf
         return self._request.call(model, leaves)
+
+    def _parts(self, feature: Feature, fill: _Filler) -> Parts:
+        """Of a feature that the model reads, as inputs or zeros."""
+        self._read.add(feature.name)
+        ids, name, size = feature.ids, feature.name, feature.size
+        weights = ids.weights_or_none()
+        return (
+            fill.take(("values", name), size, ids.values()),
+            fill.take(("lengths", name), BATCH, ids.lengths()),
+            None if weights is None else fill.take(("weights", name), size, weights),
+        )
 
     def _answer(self, call: Call, lookup: LookupSpec, fill: _Filler) -> Any:
         if call.pooled is not None:
@@ -190,16 +257,6 @@ class _Filler:
         if key in self.given:
             return self.given[key].to(like.dtype)
         return torch.zeros(self.sizes.get(size, len(like)), *like.shape[1:], dtype=like.dtype)
-
-
-def _parts(feature: Feature, fill: _Filler) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, lengths and weights of a feature, as inputs or zeros."""
-    weights = feature.ids.weights_or_none()
-    return (
-        fill.take(("values", feature.name), feature.size, feature.ids.values()),
-        fill.take(("lengths", feature.name), BATCH, feature.ids.lengths()),
-        None if weights is None else fill.take(("weights", feature.name), feature.size, weights),
-    )
 
 
 def unified(inputs: Sequence[ProgramInput], same: Mapping[str, str]) -> list[ProgramInput]:

@@ -44,6 +44,18 @@ def export_dense(
 
     BadInputError where the model can't be traced or needs operators beyond aten.
     """
+    arguments.watch(model)
+    try:
+        exported = _export(model, arguments)
+        if not arguments.surprised():
+            return exported
+    except BadInputError:
+        if not arguments.surprised():
+            raise
+    return _export(model, arguments)
+
+
+def _export(model: nn.Module, arguments: Arguments) -> tuple[ExportedProgram, list[ProgramInput]]:
     live = arguments.candidates()
     while True:
         part = DensePart(model, arguments, live).eval()
