@@ -81,7 +81,9 @@ def prepare(  # noqa: PLR0913 - what it needs of a run; all but two are keyword-
 
     Args:
         model: its dense weights lie on `device`; its tables may be on meta.
-        example: the arguments of its forward: a batch of the real kinds, of any size above one.
+        example: the arguments of its forward: a batch of the real kinds, about as large as a rank trains
+            on. Any size above one compiles for all, but where a kernel is chosen by size (inductor on
+            CPU: sums of 4,096 elements) a batch on the other side of it compiles again.
         storage: the run's.
         trust: which archives may be loaded from it on this host.
         ledger: gets the span "pt2_compilation".

@@ -18,7 +18,7 @@ from ckpt.errors import BadInputError
 from ckpt.prefetch import Prefetch
 from ckpt.storage import Storage, open_storage
 from ckpt.trust import TrustList
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, launched_place
 from trainer.description import ServedModel, describe_once
 from trainer.evaluate import progress, score
 from trainer.fault import kill_if_due
@@ -162,12 +162,14 @@ def _build(config: TrainConfig, data: MovieLens, device: torch.device) -> Any:
 def _compile(
     config: TrainConfig, model: Any, data: MovieLens, storage: Storage, ledger: Ledger
 ) -> Any:
-    """Compile the dense part on the first samples: their shapes don't matter to it, their dtypes do."""
+    """Compile the dense part on the first samples, as many as this rank trains on at once."""
     if config.compile.enabled:
         from trainer.pt2 import prepare
 
         device = next(p.device for p in model.parameters() if not p.is_meta)
-        some = to_batch(data.train.take(torch.arange(min(64, len(data.train))))).to(device)
+        _, world_size, _ = launched_place() or (0, 1, 0)
+        samples = min(max(2, config.data.batch_size // world_size), len(data.train))
+        some = to_batch(data.train.take(torch.arange(samples))).to(device)
         prepare(
             model,
             (some,),

@@ -26,6 +26,8 @@ from trainer.ledger import read_ledger
 KILLS = (0.3, 0.55)
 PREEMPTED_AT = 0.8
 FAILURES = len(KILLS) + 1
+# What each worker would import otherwise.
+_PRELOAD = ("--preload", "benchmarks.ett.ours", "--preload", "torch._inductor.compile_fx")
 _TIMEOUT_S = 900.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +42,7 @@ def live(job: LifeJob) -> RunReport:
     told = folder / "job.json"
     job.write(told)
     launcher = (
-        ("trainer.cli", "launch")
+        ("trainer.cli", "launch", *_PRELOAD)
         if job.way == "ours" and "warm_workers" not in job.without
         else ("torch.distributed.run",)
     )

@@ -220,7 +220,7 @@ def rows_of(model: Model) -> Model:
 class Batches:
     """A rank's batches, without end: the same data at the same position, whatever came before.
 
-    golden: a small one, the same on every rank.
+    golden: a small one, the same on every rank. example: one as large as those trained on.
     """
 
     def __init__(self, model: Model, rank: int, world_size: int) -> None:
@@ -238,6 +238,8 @@ class Batches:
         else:
             self.golden = _synthetic(model, _GOLDEN, _POOL * world_size)
             self._pool = [_synthetic(model, part, n * world_size + rank) for n in range(_POOL)]
+
+        self.example = self._pool[0]
 
     def seek(self, position: int) -> None:
         self.position = position

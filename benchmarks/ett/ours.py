@@ -52,7 +52,7 @@ def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
             settings = CompileConfig(enabled=True, cache="compile_cache" not in job.without)
             prepare(
                 net,
-                (batches.golden,),
+                (batches.example,),
                 storage=storage,
                 trust=trust,
                 ledger=ledger,
