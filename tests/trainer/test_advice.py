@@ -58,7 +58,7 @@ def test_the_largest_losses_are_told_with_what_mends_them() -> None:
     assert [(loss.area, loss.points) for loss in found] == [
         *(("imports", 25.0), ("evaluation", 10.0), ("restore", 4.0))
     ]
-    assert "import lazily" in found[0].mend
+    assert "trainer launch" in found[0].mend
     everything = run(**dict.fromkeys(AREAS, 1.0))
     assert {loss.area for loss in losses(everything, len(AREAS))} == set(AREAS) - {"training_new"}
     assert all(loss.mend for loss in losses(everything, len(AREAS)))

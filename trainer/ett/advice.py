@@ -79,7 +79,7 @@ def _saves(report: RunReport) -> int:
 
 def _repeated(report: RunReport) -> str:
     stops = report.failures + report.preemptions
-    said = f"{report.batches_repeated} batches were trained again after {stops} failures"
+    said = f"{report.batches_repeated} batches were trained again after {stops} failures and preemptions"
     if (advice := advise(report)) is None:
         return f"{said}; save more often"
     every = f" ({advice.interval_steps} steps)" if advice.interval_steps else ""
@@ -132,21 +132,21 @@ _STAGES: Mapping[Area, tuple[str, str]] = {
     "scheduling": ("waiting for machines", "ask for fewer or smaller ones, or reserve them"),
     "hardware_setup": ("setting machines up", "use images that hold what the job needs"),
     "launcher_init": ("the launcher", "start torchrun on local files, without package installs"),
-    "imports": ("Python and its packages", "import lazily, and from a local disk"),
+    "imports": ("Python and its packages", "start with `trainer launch`, whose restarts import nothing again"),
     "device_init": ("device initialisation", "run it beside other stages of the start"),
     "process_group_init": ("joining the process group", "drop groups that nothing needs"),
     "preproc_creation": ("making the preprocessing", "run it beside other stages of the start"),
     "train_module_creation": (
         "making the model",
-        "build it on the meta device and reuse the sharding plan",
+        "build it on the meta device and reuse the sharding plan (`plan_for`)",
     ),
-    "init_plugins": ("plugins", "run them beside other stages of the start"),
-    "restore": ("restoring", "fetch chunks while the model is made, from a near tier"),
+    "init_plugins": ("plugins", "keep what they make for restarts (`describe_once`)"),
+    "restore": ("restoring", "read ahead while the model is made (`ckpt.prefetch.Prefetch`)"),
     "pre_train": ("preparing to train", "run it beside other stages of the start"),
     "get_first_batch_data": ("the first batch", "warm the reader up while the model is made"),
     "start_up_other": (
         "start-up outside of named stages",
-        "name its stages (`with ledger.span(NAME)`) to see which",
+        "name its stages (`with ledger.span(AREA)`) to see which",
     ),
     "pt2_compilation": (
         "compilation",
@@ -157,7 +157,7 @@ _STAGES: Mapping[Area, tuple[str, str]] = {
     "publishing": ("publishing in the trainer", "publish from checkpoints on another machine"),
     "unaccounted": (
         "time that nothing tells of",
-        "name it (`with ledger.span(NAME)`) to see what it is",
+        "name it (`with ledger.span(AREA)`) to see what it is",
     ),
 }
 """What an area that comes once or more in each attempt is, and what mends it."""
