@@ -152,7 +152,9 @@ def read_times(files: Sequence[Path]) -> dict[str, Times]:
             used = used or bool(names)
         if not used:
             said_ways = ", ".join(WAYS)
-            raise ValueError(f"{path}: no times of {said_ways}; give the --json of `stall`, or what `ett --measured` wrote")
+            raise ValueError(
+                f"{path}: no times of {said_ways}; give the --json of `stall`, or what `ett --measured` wrote"
+            )
     return found
 
 

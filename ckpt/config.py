@@ -25,6 +25,7 @@ Priority = Literal["idle", "normal"]
 S3Addressing = Literal["auto", "path", "virtual"]
 S3Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 S3_ENVIRONMENT = "SIDESTAGE_S3_"
+LAUNCHER_PID = "SIDESTAGE_LAUNCHER_PID"
 
 T = TypeVar("T")
 
@@ -378,6 +379,14 @@ def job_moments() -> dict[str, float | None]:
         if not 0 < (found[key] or 0) < 1e12:  # NaN too
             found[key] = None
     return found
+
+
+def launcher_pid() -> int:
+    """The process that began this job here: `trainer launch` says which, else it's the parent."""
+    try:
+        return int(os.environ[LAUNCHER_PID])
+    except (KeyError, ValueError):
+        return os.getppid()
 
 
 def launched_by_torchrun() -> bool:

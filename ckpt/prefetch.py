@@ -4,9 +4,9 @@
         ...
         checkpointer.restore(state, prefetched=ahead)
 
-It can only save time. The restore lists the root itself, so that it sees what has come and gone since;
-what it then reads whole is immutable, and is answered from memory only if it was sound when it was
-read ahead and is listed with the same etag. Everything else is read from the store.
+The restore decides as without it. Rank 0 lists the root itself, so that it sees what has come and gone
+since; what it then reads whole is immutable, and is answered from memory only if it was sound when it was
+read ahead and isn't listed with another etag. Everything else is read from the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt import layout
 from ckpt.catalog import Catalog
 from ckpt.config import launched_ranks
 from ckpt.digest import check_digest
-from ckpt.errors import SidestageError
+from ckpt.errors import NotFoundError, SidestageError
 from ckpt.machine import available_bytes
 from ckpt.manifest import AttemptRecord, CommitRecord, RunRecord, unseal
 from ckpt.storage import LocalStorage, Storage, owned
@@ -147,9 +147,13 @@ class Prefetch:
         left = deque(f for f in record.files if f.key.endswith(_SMALL))
 
         def work() -> None:
-            with suppress(IndexError, _EndedError):
+            with suppress(_EndedError):
                 while not self._kept.full:
-                    self._read_file(left.popleft())
+                    try:
+                        file = left.popleft()
+                    except IndexError:
+                        return
+                    self._read_file(file)
 
         # Not a pool, whose threads the interpreter waits for at its end.
         workers = [
@@ -165,7 +169,7 @@ class Prefetch:
         try:
             data = self.storage.read(file.key)
             check_digest(data, file.digest, file.key)
-        except SidestageError as e:
+        except Exception as e:  # whatever it is: the restore meets it, or it was passing
             self._failed(e)
         else:
             self._kept.keep(file.key, data)
@@ -181,11 +185,12 @@ class Prefetch:
                 continue
             size = min(f.size_bytes, left)
             left -= size
-            for start in range(0, size, _PIECE_BYTES):
-                self._kept.check()
-                piece = scratch[: min(_PIECE_BYTES, size - start)]
-                own.read_into(f.key, start, piece)
-                self.warmed_bytes += len(piece)
+            with suppress(NotFoundError):  # of a branch: it lies in the root that it came from
+                for start in range(0, size, _PIECE_BYTES):
+                    self._kept.check()
+                    piece = scratch[: min(_PIECE_BYTES, size - start)]
+                    own.read_into(f.key, start, piece)
+                    self.warmed_bytes += len(piece)
 
     def _failed(self, error: Exception) -> None:
         self.error = str(error) if isinstance(error, SidestageError) else repr(error)

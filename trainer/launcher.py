@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+from ckpt.config import LAUNCHER_PID
+
 PRELOAD = ("trainer.preload",)
 """What the fork server imports if the caller names nothing: the reference trainer, torchrec and torch."""
 
@@ -44,6 +46,7 @@ def launch(arguments: Sequence[str], preload: Sequence[str] = PRELOAD) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Asking for devices in the usual way would leave the driver in a state that no fork can use.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ[LAUNCHER_PID] = str(os.getpid())  # workers are children of the fork server
     server: Any = vars(forkserver)["_forkserver"]
     server.set_forkserver_preload(["trainer.uncollected", *preload])
     server.ensure_running()  # now: it imports on one core while this process does on another

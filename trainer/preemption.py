@@ -29,14 +29,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ckpt.coordinator import Coordinator
-from ckpt.errors import DeadlineError, SidestageError, StorageError
+from ckpt.errors import SidestageError, StorageError
 from ckpt.types import Clock, SystemClock
-from trainer.roll_call import RollCall
-
-T = TypeVar("T")
+from trainer.roll_call import Patience, RollCall
 
 _log = logging.getLogger("sidestage")
 
@@ -52,6 +50,8 @@ _POLL_S = 0.25
 _POLLS_PER_S = 1000.0  # of all ranks together: what a job's store bears beside its work
 _AGREE_S = 5.0
 _ANSWER_S = 0.5
+ALONE_S = 1.0
+"""For a save that a dead rank was part of: its part may be there already, and only ours be missing."""
 _FAILING = "error"
 
 
@@ -98,6 +98,7 @@ class Preemption:
         end: ends the process at the end of the grace; os._exit by default.
         say: told of what a ledger should know.
         agree_s: how long ranks may take to propose, before one of them counts as gone.
+        answer_s: how long they may take to answer a roll call.
     """
 
     def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and have defaults
@@ -112,6 +113,7 @@ class Preemption:
         say: Callable[..., object] = lambda event, **fields: None,
         clock: Clock | None = None,
         agree_s: float | None = None,
+        answer_s: float | None = None,
     ) -> None:
         self.grace_s = grace_s
         self._talk = coordinator
@@ -122,6 +124,8 @@ class Preemption:
         self._clock = clock or SystemClock()
         self._poll_s = max(_POLL_S, coordinator.world_size / _POLLS_PER_S)
         self._agree_s = _AGREE_S + 2 * self._poll_s if agree_s is None else agree_s
+        self._answer_s = _ANSWER_S + 2 * self._poll_s if answer_s is None else answer_s
+        self._patience = Patience(self._poll_s, self._clock)
         self._lock = threading.Lock()
         self._ticks = 0
         self._proposal: int | None = None
@@ -133,7 +137,7 @@ class Preemption:
         self._deadline_s: float | None = None
         self._saved = False
         self._failing = False  # this rank is
-        self._roll = RollCall(coordinator, _ANSWER_S + 2 * self._poll_s)
+        self._roll = RollCall(coordinator, self._patience, self._answer_s)
         self._all_here = False
         self._called = threading.Event()  # _all_here is known, or will never be
         self._finishing = False
@@ -177,8 +181,7 @@ class Preemption:
 
     def all_here(self) -> bool:
         """After `failing`: is every rank still there, so that pending saves can end? Waits for answers."""
-        self._called.wait()
-        return self._all_here
+        return self._called.wait(self._longest_s) and self._all_here
 
     def close(self) -> None:
         """Watch no more, and give signals back to whom they belonged. Idempotent."""
@@ -191,9 +194,15 @@ class Preemption:
         if self._before:
             signal.set_wakeup_fd(self._old_fd)
         os.write(self._woken, b"\0")
-        self._thread.join()
-        os.close(self._wake)
-        os.close(self._woken)
+        self._thread.join(self._longest_s)
+        if not self._thread.is_alive():  # else it is in a call to a store that doesn't answer
+            os.close(self._wake)
+            os.close(self._woken)
+
+    @property
+    def _longest_s(self) -> float:
+        """The watcher thread takes no longer, unless the host of the job's store vanishes silently."""
+        return self._agree_s + 4 * self._answer_s
 
     def _handle(self, signals: tuple[signal.Signals, ...]) -> None:
         self._before = {number: signal.getsignal(number) for number in signals}
@@ -220,45 +229,71 @@ class Preemption:
 
     def _watch(self) -> None:
         try:
-            ask = self._wait_to_be_asked()
-            if ask is None:
+            try:
+                ask = self._wait_to_be_asked()
+                if ask is None:
+                    return
+                if ask.why == _FAILING:
+                    raise _FailingError
+                self.ask = ask
+                self._deadline_s = self._clock.monotonic() + self.grace_s
+                self._agree(ask)
+                self._see_to_the_end()
                 return
-            if ask.why == _FAILING:
-                raise _FailingError
-            self.ask = ask
-            self._deadline_s = self._clock.monotonic() + self.grace_s
-            self._agree(ask)
-            self._all_here = True  # all have answered
-        except _FailingError:
-            self._call_roll()
+            except _FailingError:
+                self._call_roll()
+            self._see_to_the_end()
         except StorageError as e:  # a rank or the store's host is gone: nothing can be agreed on
             _log.warning("preemption: the ranks don't agree on where to stop: %s", e)
             self._say("preempt_failed", error=str(e))
             self._leave()
+            self._see_to_the_end()
         finally:
+            self._known.set()
             self._called.set()
-        self._see_to_the_end()
 
     def _leave(self) -> None:
         """End as SIGTERM would have ended this process, unless it is about to end by itself."""
-        if not (self._failing or self._finishing or self._closed):
+        if not self._ends_itself():
+            self._flush(ALONE_S)  # a save that all have written can be committed still
+        if not self._ends_itself():
             self._end(ENDED_BY_SIGTERM)
         self._known.set()
+        self._called.set()
+
+    def _ends_itself(self) -> bool:
+        return self._failing or self._finishing or self._closed
+
+    def _fails(self) -> bool:
+        """Does this rank leave by an error, or has another one said so?"""
+        if self._failing:
+            return True
+        heard = self._talk.peek(_ASKED)
+        return heard is not None and heard["why"] == _FAILING
+
+    def _heard_failing(self) -> bool:
+        with suppress(StorageError):  # the store's host may have saved and left
+            return self._fails()
+        return self._failing
 
     def _call_roll(self) -> None:
-        """A rank is failing, maybe this one; if not, it may wait in a collective until SIGTERM."""
+        """A rank is failing, maybe this one; if not, this one may wait for it until SIGTERM."""
         self._known.set()
         if self._failing:
             with suppress(StorageError):
                 self._talk.announce(_ASKED, {"rank": self._talk.rank, "why": _FAILING})
-        self._all_here = self._roll.all_here()
+        self._all_here = self._roll.all_here(lambda: self._closed)
         self._called.set()
+        # The failing rank's saves have parts here, which are hurried.
+        pending = self._all_here
         while not (self._told or self._closed):
-            self._pause(self.grace_s)
+            if pending and not self._failing:
+                pending = not self._flush(self._poll_s)
+            self._pause(0.0 if pending else self.grace_s)
         if self._deadline_s is None:
             self._deadline_s = self._clock.monotonic() + self.grace_s
-        if self._all_here and not (self._failing or self._closed):
-            self._flush(self.left_s)  # the failing rank's saves have parts here
+        if pending and not self._ends_itself():
+            self._flush(self.left_s)
         self._leave()
 
     def _wait_to_be_asked(self) -> Ask | None:
@@ -273,7 +308,7 @@ class Preemption:
             if self._told is not None:
                 self._talk.announce(_ASKED, {"rank": self._told.rank, "why": self._told.why})
                 return self._told
-        return None
+        return Ask(self._talk.rank, _FAILING) if self._failing else None
 
     def _noticed(self) -> bool:
         try:
@@ -292,29 +327,24 @@ class Preemption:
         )
         mine = {"tick": self._proposal}
         if self._talk.rank == 0:
-            told = self._patiently(lambda wait_s: self._talk.collect(_STOP, mine, wait_s))
+            told = self._patience.wait(
+                lambda s: self._talk.collect(_STOP, mine, s), self._agree_s, self._given_up
+            )
             ticks = [p["tick"] for p in told]
             self._talk.announce(_STOP, {"tick": max(ticks)})
             self._stop = max(ticks)
         else:
             self._talk.post(_STOP, mine)
-            heard = self._patiently(lambda wait_s: self._talk.hear(_STOP, wait_s))
+            heard = self._patience.wait(
+                lambda s: self._talk.hear(_STOP, s), self._agree_s, self._given_up
+            )
             self._stop = int(heard["tick"])
         self._known.set()
 
-    def _patiently(self, wait: Callable[[float], T]) -> T:
-        """Wait for the others in short pieces: a rank that is ending meanwhile isn't held up."""
-        until_s = self._clock.monotonic() + self._agree_s
-        while True:
-            left_s = until_s - self._clock.monotonic()
-            try:
-                return wait(max(0.001, min(left_s, self._poll_s)))
-            except DeadlineError:
-                heard = self._talk.peek(_ASKED)
-                if self._failing or (heard and heard["why"] == _FAILING):
-                    raise _FailingError from None
-                if left_s <= self._poll_s or self._closed:
-                    raise
+    def _given_up(self) -> bool:
+        if self._fails():
+            raise _FailingError
+        return self._closed
 
     def _see_to_the_end(self) -> None:
         """Half of the grace belongs to training, to get to the stop; the rest to what is staged."""
@@ -323,6 +353,9 @@ class Preemption:
             self._flush(self.left_s)
         self._wait_until_left(0.0)
         if self._over():
+            return
+        if self._failing:
+            self._end(ENDED_BY_SIGTERM)
             return
         _log.error(
             "preemption: not stopped within the grace of %g s; steps since the last commit are lost: "
@@ -334,7 +367,9 @@ class Preemption:
 
     def _wait_until_left(self, least_s: float) -> None:
         while self.left_s > least_s and not self._over():
-            self._pause(self.left_s - least_s)
+            self._pause(min(self.left_s - least_s, self._poll_s))
+            if not self._called.is_set() and self._heard_failing():
+                raise _FailingError
 
     def _over(self) -> bool:
         return self._closed or self._saved

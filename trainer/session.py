@@ -36,14 +36,13 @@ from trainer.failures import failures_before
 from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror, spool_of
 from trainer.origin import origin
-from trainer.preemption import PreemptedError, Preemption
+from trainer.preemption import ALONE_S, PreemptedError, Preemption
 from trainer.schedule import SaveSchedule
 from trainer.stopping import save_and_stop
 
 B_co = TypeVar("B_co", covariant=True)
 
 _NO_BATCH: Any = object()
-_ALONE_S = 1.0  # a dead rank's part may be there already, and only ours be missing
 _OWN = "session"
 _RNG = "rng"
 
@@ -299,6 +298,9 @@ class Session(Generic[B_co]):
             try:
                 if error is None:
                     self.finish()
+            except Exception as e:
+                self._ledger.record("closing", error=f"{type(e).__name__}: {e}"[:500])
+                raise
             finally:
                 self._checkpointer.close(self._drain_limit_s(error))
         except SidestageError:
@@ -318,7 +320,7 @@ class Session(Generic[B_co]):
         if error is None or isinstance(error, PreemptedError) or self._preemption is None:
             return None
         self._preemption.failing()
-        if self._checkpointer.flush(_ALONE_S) or self._preemption.all_here():
+        if self._checkpointer.flush(ALONE_S) or self._preemption.all_here():
             return None
         return 0.0
 

@@ -125,7 +125,16 @@ def for_fleet(of: Mapping[str, Compared]) -> dict[str, Any]:
         for way in compared.longest.ways:
             figures = compared.longest.figures(way)
             costs = {name: getattr(figures, name) for name in names}
-            rows.append({"way": said[way], "model": model, "ranks": 2, "status": "ok", **costs, "interference_s": 0.0})
+            rows.append(
+                {
+                    "way": said[way],
+                    "model": model,
+                    "ranks": 2,
+                    "status": "ok",
+                    **costs,
+                    "interference_s": 0.0,
+                }
+            )
     return {"rows": rows}
 
 

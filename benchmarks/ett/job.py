@@ -62,7 +62,8 @@ class Figures:
     """What one way costs; seconds. The input of the replay and of `benchmarks fleet`.
 
     block_s: what a save costs training: the time in it, waits for its snapshot, and what all steps took
-    beyond those of `sync`, which don't differ in anything else. lag_s: from save() to its commit.
+    beyond those of `sync`, which don't differ in anything else. lag_s: from save()'s return to its
+    commit; what is trained meanwhile a failure loses too.
     start_s: from the launcher's start to the first step. recover_s: from a failure to the first
     batch, trained before or not. preempt_s: the same for a preemption, with what it took to stop;
     preempt_repeats: is anything trained again after it? shutdown_s, publish_s: at the end.

@@ -79,7 +79,21 @@ def live(job: LifeJob) -> RunReport:
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise SidestageError(f"the life of {job.model} ({job.way}) ended with code {code}:\n{tail}")
-    return read_report(folder)
+    report = read_report(folder)
+    check_lived(job, report)
+    return report
+
+
+def check_lived(job: LifeJob, report: RunReport) -> None:
+    """Every life must have had the same ends. SidestageError says which ones it had."""
+    saves = job.way == "ours" and "preemption" not in job.without
+    wanted = [*("failed" for _ in KILLS), "preempted" if saves else "failed", "closed"]
+    ended = [a.ended for a in report.attempts]
+    if ended != wanted:
+        raise SidestageError(
+            f"the attempts of {job.model} ({job.way}) ended as {', '.join(ended)}, not as "
+            f"{', '.join(wanted)}: it isn't the life of the others"
+        )
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

@@ -154,9 +154,10 @@ def figures(report: RunReport, same_step_s: float) -> Figures:
     steps = new_steps(report) + report.batches_repeated
     trained_s = areas["training_new"] + areas["training_repeated"]
     slower_s = max(0.0, trained_s - steps * same_step_s)
+    blocked_s = areas["blocked_in_save"] / max(1, saves)
     return Figures(
         block_s=max(1e-4, (waited_s + slower_s) / max(1, saves)),
-        lag_s=report.measured.lag_s or 0.0,
+        lag_s=max(0.0, (report.measured.lag_s or 0.0) - blocked_s),
         start_s=first.time_to_start_s or 0.0,
         recover_s=sum(kills) / len(kills) if kills else 0.0,
         preempt_s=after_preemption[0] if after_preemption else 0.0,

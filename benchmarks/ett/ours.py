@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.ett.job import LifeJob
 from benchmarks.ett.models import MODELS, Batches, Model, Net, rows_of, shard, train_step
 from benchmarks.ett.pace import Pace
-from benchmarks.ett.peers import compile_anew, expected_lag_s
+from benchmarks.ett.peers import compile_anew, expected_lag_s, publish
 from ckpt import CheckpointConfig, SaveHandle
 from ckpt.config import trust_file
 from ckpt.prefetch import Prefetch
@@ -152,6 +153,13 @@ def _train(job: LifeJob, ledger: Ledger, ready: dict[str, Any]) -> None:
                 pace.saved(session.steps, block_s, writing=not copied)
             if pace.over(session.steps):
                 break
+        if (
+            described is None
+        ):  # no publisher knows this model: the trainer publishes, as the others do
+            session.finish()
+            with ledger.span("publishing"):
+                publish(job, ready["net"], sharded, batch, place.rank)
+                dist.barrier()
 
 
 def _wait(ledger: Ledger, handle: SaveHandle) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,9 +27,19 @@ class Pace:
     Args:
         begin: the step that this attempt begins after.
         lag_s: expected from save() to commit, until one has been seen.
+        now_s: the clock, and agree: rank 0's number on every rank; for tests.
     """
 
-    def __init__(self, job: LifeJob, rank: int, begin: int, lag_s: float) -> None:
+    def __init__(
+        self,
+        job: LifeJob,
+        rank: int,
+        begin: int,
+        lag_s: float,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        agree: Callable[[int], int] | None = None,
+    ) -> None:
         self._job = job
         self._rank = rank
         self._plan = Path(job.plan)
@@ -38,7 +49,9 @@ class Pace:
         self._warm = begin + _WARM_UP
         self._next = begin + FIRST_SAVE
         self._lag_s = lag_s
-        self._at_s = time.monotonic()  # of the last step's or save's end
+        self._now_s = now_s
+        self._agree = agree or _of_rank_0
+        self._at_s = self._now_s()  # of the last step's or save's end
         self._writing_since_s: float | None = None
         self._seconds = {True: 0.0, False: 0.0}  # of steps, while a save is written and without
         self._counts = {True: 0, False: 0}
@@ -50,7 +63,7 @@ class Pace:
 
     def stepped(self, step: int, *, writing: bool) -> None:
         """After a step on every rank, before its save. At CALIBRATED they agree on the life's steps."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if step > self._warm:
             self._seconds[writing] += now_s - self._at_s
             self._counts[writing] += 1
@@ -60,7 +73,7 @@ class Pace:
             self._writing_since_s = None
         if self.steps is None and step == CALIBRATED:
             steps = self._agree(math.ceil(self._job.training_s / self._step_s()))
-            self.steps = max(steps, 2 * CALIBRATED)
+            self.steps = max(steps, 4 * CALIBRATED)  # the first end comes later
             if self._rank == 0:
                 write_steps(self._plan, self.steps)
 
@@ -70,7 +83,7 @@ class Pace:
         apart_s = self._job.training_s / max(1, self._job.failures)
         interval_s = best_interval_s(SaveCosts(self._save_s(), self._lag_s, apart_s))
         self._next = step + self._agree(max(1, math.ceil(interval_s / self._step_s())))
-        self._at_s = time.monotonic()
+        self._at_s = self._now_s()
         self._writing_since_s = self._at_s - block_s if writing else None
 
     def over(self, step: int) -> bool:
@@ -87,10 +100,11 @@ class Pace:
             slower_s = max(0.0, busy_s - calm_s) * self._counts[True]
         return (sum(self._blocks_s) + slower_s) / len(self._blocks_s)
 
-    def _agree(self, mine: int) -> int:
-        said = [mine]
-        dist.broadcast_object_list(said, 0)
-        return said[0]
+
+def _of_rank_0(mine: int) -> int:
+    said = [mine]
+    dist.broadcast_object_list(said, 0)
+    return said[0]
 
 
 def write_steps(plan: Path, steps: int) -> None:

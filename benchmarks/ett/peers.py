@@ -78,7 +78,7 @@ def live(job: LifeJob, ledger: Ledger) -> None:
     with ledger.span("shutdown"):
         saver.wait()
     with ledger.span("publishing"):
-        _publish(job, net, sharded, batch, place.rank)
+        publish(job, net, sharded, batch, place.rank)
         dist.barrier()
     ledger.record("closing", error=None)
     with ledger.span("shutdown"):
@@ -174,7 +174,7 @@ def local_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from local_tensors(inner, f"{name}/{key}")
 
 
-def _publish(job: LifeJob, net: Net, sharded: Any, batch: Any, rank: int) -> None:
+def publish(job: LifeJob, net: Net, sharded: Any, batch: Any, rank: int) -> None:
     """On the training processes: export the dense part, quantise and write each rank's rows."""
     folder = Path(job.folder) / "published"
     folder.mkdir(exist_ok=True)

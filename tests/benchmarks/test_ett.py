@@ -144,17 +144,13 @@ def test_compiled_code_is_switched_off_only_where_something_is_compiled() -> Non
     assert ("ours", "compile_cache") not in list(ablated(compiled=False))
 
 
-def test_saves_come_as_often_as_loses_least(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_come_as_often_as_loses_least(tmp_path: Path) -> None:
     now = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pace.Pace, "_agree", lambda _, mine: mine)
     plan = tmp_path / "plan.json"
     pace.write_steps(plan, 1000)
     assert json.loads(plan.read_text()) == {"steps": 1000}
     job = LifeJob("tables", "ours", str(tmp_path), str(plan), 150.0, failures=3)
-    paced = Pace(job, 0, 0, lag_s=5.0)
+    paced = Pace(job, 0, 0, lag_s=5.0, now_s=lambda: now[0], agree=lambda mine: mine)
     at = []
     writing_until_s = 0.0
     for step in range(1, 121):

@@ -57,9 +57,15 @@ def train(folder: Path, scenario: str, tell: int) -> None:
         str(folder),
         {"model": model},
         Endless(),
-        save_every={"saving": 4, "deaf": 4, "orphan": 4, "raising": 4, "killed": 2, "whole": 2}.get(
-            scenario, 1000
-        ),
+        save_every={
+            "saving": 4,
+            "deaf": 4,
+            "orphan": 4,
+            "raising": 4,
+            "one raises": 4,
+            "killed": 2,
+            "whole": 2,
+        }.get(scenario, 1000),
         checkpoint=slow,
         grace_s=2.0 if scenario == "deaf" else 60.0,
     )
@@ -85,9 +91,10 @@ def train(folder: Path, scenario: str, tell: int) -> None:
                 os.write(tell, b"d")
                 if dist.get_rank() == 0:  # its part of the save is on its way still
                     os.kill(os.getpid(), signal.SIGKILL)
-            if scenario == "raising" and session.steps == 8:
+            if scenario in ("raising", "one raises") and session.steps == 8:
                 os.write(tell, b"d")
-                raise BadInputError("every rank's own error")
+                if scenario == "raising" or dist.get_rank() == 0:
+                    raise BadInputError("a rank's own error")
             if scenario == "whole" and session.steps >= 8:
                 break
 
@@ -123,7 +130,7 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         os.close(write_end)
     if scenario == "dead":
         asked = 1
-    if scenario in ("whole", "orphan", "raising"):
+    if scenario in ("whole", "orphan", "raising", "one raises"):
         asked = None
     wanted, count = {"evaluating": b"e", "deaf": b"d", "dead": b"d"}.get(scenario, b"."), 0
     after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1

@@ -121,6 +121,15 @@ def test_after_an_error_a_save_is_drained_while_every_rank_is_there(tmp_path: Pa
     assert found == {"codes": [BadInputError.exit_code] * 2, "steps": [4, 8]}
 
 
+@pytest.mark.distributed
+def test_a_rank_that_waits_for_one_that_is_failing_hurries_its_part_of_the_save(
+    tmp_path: Path,
+) -> None:
+    """It waits in a collective, and its part is spread over 1,000 s unless somebody hurries it."""
+    (found,) = lives(tmp_path, "one raises", 1)
+    assert found == {"codes": [BadInputError.exit_code, 1], "steps": [4, 8]}
+
+
 # -- the agreement, with threads for ranks ------------------------------------------------------
 
 
@@ -195,9 +204,12 @@ def test_a_rank_that_ends_does_not_wait_for_one_that_is_gone(store: Any) -> None
     assert rank.ended == []
 
 
+PATIENT: Any = {"answer_s": 3600.0, "agree_s": 3600.0}
+
+
 def test_ranks_are_called_by_name_after_an_error(store: Any) -> None:
-    """The second one fails; the first, in a collective, answers, and ends at the launcher's SIGTERM."""
-    ranks = [Rank(0, store), Rank(1, store)]
+    """The second one fails; the first, in a collective, answers, and hurries what it has pending."""
+    ranks = [Rank(0, store, **PATIENT), Rank(1, store, **PATIENT)]
     ranks[1].preemption.failing()
     assert ranks[1].preemption.all_here()
     ranks[0].asks = True  # too late to be asked
@@ -205,12 +217,14 @@ def test_ranks_are_called_by_name_after_an_error(store: Any) -> None:
     assert not ranks[0].preemption.tick()
     for rank in ranks:
         rank.preemption.close()
-        assert rank.ended == rank.flushed == []
+        assert rank.ended == []
+    assert len(ranks[0].flushed) == 1
+    assert ranks[1].flushed == [], "its main thread does that itself"
 
 
 @pytest.mark.parametrize("mine", [0, 1])
 def test_a_silent_rank_is_missed_after_an_error(store: Any, mine: int) -> None:
-    rank = Rank(mine, store, agree_s=3600.0)
+    rank = Rank(mine, store, agree_s=3600.0, answer_s=0.01)
     rank.asks = True
     assert store.get("t/preempt-asked/out")  # an agreement that the other one never joins
     rank.preemption.failing()
@@ -219,20 +233,48 @@ def test_a_silent_rank_is_missed_after_an_error(store: Any, mine: int) -> None:
     assert rank.ended == []
 
 
-def test_a_rank_in_a_collective_ends_at_once_when_another_one_is_failing() -> None:
-    """With real signals: SIGTERM after the roll call flushes what the failing rank waits for."""
-    store = dist.HashStore()
-    failing = Rank(1, store)
-    waiting = Rank(0, store, signals=(signal.SIGTERM,))
+def test_a_rank_with_nothing_pending_does_not_wait_for_the_roll_call(store: Any) -> None:
+    rank = Rank(0, store, **PATIENT)
+    rank.preemption.failing()
+    assert json.loads(store.get("t/preempt-asked/out")) == {"rank": 0, "why": "error"}
+    rank.preemption.close()
+    assert not rank.preemption.all_here()
+    assert rank.ended == rank.flushed == []
+
+
+def test_an_error_after_the_ranks_have_agreed_calls_the_roll_anew(store: Any) -> None:
+    """The other one proposed, and then its host vanished."""
+    rank = Rank(0, store, agree_s=3600.0, answer_s=0.01)
+    Coordinator(1, 2, store, "t/").post("preempt-stop", {"tick": 7})
+    rank.asks = True
+    assert json.loads(store.get("t/preempt-stop/out")) == {"tick": 7}
+    rank.preemption.failing()
+    assert not rank.preemption.all_here()
+    rank.preemption.close()
+    assert rank.ended == []
+
+
+def test_a_failing_rank_that_does_not_end_in_time_ends_as_a_failure(store: Any) -> None:
+    rank = Rank(0, store, grace_s=0.01, answer_s=0.01, signals=(signal.SIGTERM,))
+    rank.preemption.failing()
+    assert not rank.preemption.all_here()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert rank.gone.wait(60)
+    assert rank.ended == [ENDED_BY_SIGTERM]
+    rank.preemption.close()
+
+
+def test_a_rank_in_a_collective_ends_at_sigterm_when_another_one_is_failing(store: Any) -> None:
+    failing = Rank(1, store, **PATIENT)
+    waiting = Rank(0, store, signals=(signal.SIGTERM,), **PATIENT)
     failing.preemption.failing()
     assert failing.preemption.all_here()
     os.kill(os.getpid(), signal.SIGTERM)
     assert waiting.gone.wait(60)
     assert waiting.ended == [ENDED_BY_SIGTERM]
-    assert len(waiting.flushed) == 1
     for rank in (waiting, failing):
         rank.preemption.close()
-    assert failing.ended == failing.flushed == []
+    assert failing.ended == []
 
 
 def test_a_rank_that_has_finished_is_not_missed(store: Any) -> None:

@@ -132,7 +132,10 @@ _STAGES: Mapping[Area, tuple[str, str]] = {
     "scheduling": ("waiting for machines", "ask for fewer or smaller ones, or reserve them"),
     "hardware_setup": ("setting machines up", "use images that hold what the job needs"),
     "launcher_init": ("the launcher", "start torchrun on local files, without package installs"),
-    "imports": ("Python and its packages", "start with `trainer launch`, whose restarts import nothing again"),
+    "imports": (
+        "Python and its packages",
+        "start with `trainer launch`, whose restarts import nothing again",
+    ),
     "device_init": ("device initialisation", "run it beside other stages of the start"),
     "process_group_init": ("joining the process group", "drop groups that nothing needs"),
     "preproc_creation": ("making the preprocessing", "run it beside other stages of the start"),
