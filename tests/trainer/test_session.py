@@ -335,7 +335,8 @@ def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="closed"):
         session._checkpointer.save(9, {})  # whatever finish() met, the thread has ended
     events = read_ledger(tmp_path / ledger_key(1, 0))
-    assert [e["event"] for e in events][-3:] == ["save_failed", "span_end", "closed"]
+    assert [e["event"] for e in events][-4:] == ["save_failed", "span_end", "closing", "closed"]
+    assert read_report(tmp_path).attempts[0].ended == "failed", "steps were lost"
 
 
 class Ten:
