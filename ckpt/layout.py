@@ -17,6 +17,11 @@ DESCRIPTIONS = f"{SERVING}descriptions/"
 CODE = "code/"
 COMPILE_CACHE = "compile-cache/"
 
+# What a rank's files of a save end with.
+DATA_SUFFIX = ".bin"
+INDEX_SUFFIX = ".idx"
+OBJECTS_SUFFIX = ".objects.json"
+
 _ATTEMPT = re.compile(r"attempts/(\d{6,})\.json")
 _COMMIT = re.compile(r"commits/(\d{6,})/(\d{12,})\.json")
 _DATA = re.compile(r"data/(\d{6,})-(\d{12,})-(\d{6,})/.+", re.DOTALL)
@@ -97,15 +102,15 @@ def scratch_prefix(token: str) -> str:
 
 
 def rank_data_key(prefix: str, rank: int) -> str:
-    return f"{prefix}r{rank:05d}.bin"
+    return f"{prefix}r{rank:05d}{DATA_SUFFIX}"
 
 
 def rank_index_key(prefix: str, rank: int) -> str:
-    return f"{prefix}r{rank:05d}.idx"
+    return f"{prefix}r{rank:05d}{INDEX_SUFFIX}"
 
 
 def rank_objects_key(prefix: str, rank: int) -> str:
-    return f"{prefix}r{rank:05d}.objects.json"
+    return f"{prefix}r{rank:05d}{OBJECTS_SUFFIX}"
 
 
 def rank_receipt_key(prefix: str, rank: int) -> str:

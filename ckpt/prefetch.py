@@ -28,7 +28,10 @@ from ckpt.storage import LocalStorage, Storage, owned
 from ckpt.types import FileEntry, ObjectInfo
 
 MOST_HELD_BYTES = 64 << 20
-_SMALL = (".idx", ".objects.json")  # what opening a checkpoint reads whole, of all ranks
+_SMALL = (
+    layout.INDEX_SUFFIX,
+    layout.OBJECTS_SUFFIX,
+)  # what opening a checkpoint reads whole, of all ranks
 _WORKERS = 8  # small reads in flight: an object store takes tens of milliseconds for each
 _PIECE_BYTES = 4 << 20
 _WARM_SHARE = 4  # one part in so many of the available memory may be filled in the page cache

@@ -28,6 +28,7 @@ from ckpt.index import (
     find_overlap,
     row_bytes,
 )
+from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX, OBJECTS_SUFFIX
 from ckpt.manifest import CommitRecord, unseal
 from ckpt.parallel import each
 from ckpt.storage import Readable
@@ -80,14 +81,14 @@ class CheckpointReader:
         self._workers = workers
         self._shards: dict[str, list[_Stored]] = {}
         files = {f.key: f for f in record.files}
-        indexes = [f for k, f in files.items() if k.endswith(".idx")]
+        indexes = [f for k, f in files.items() if k.endswith(INDEX_SUFFIX)]
         known = self._read_indexes(files, indexes)
         self.tensors = {
             fqn: TensorInfo(fqn, e.kind, e.dtype, e.shape, _boxes(self._shards[fqn]))
             for fqn, e in known.items()
         }
         self._check_coverage()
-        objects = [f for k, f in sorted(files.items()) if k.endswith(".objects.json")]
+        objects = [f for k, f in sorted(files.items()) if k.endswith(OBJECTS_SUFFIX)]
         read = each(self._whole, objects, workers)
         self._objects = [
             unseal(OBJECTS_KIND, data, f.key) for f, data in zip(objects, read, strict=True)
@@ -100,7 +101,7 @@ class CheckpointReader:
         known: dict[str, TensorEntry] = {}
         reader = IndexReader()
         for index, data in zip(indexes, each(self._whole, indexes, self._workers), strict=True):
-            file = files.get(index.key.removesuffix(".idx") + ".bin")
+            file = files.get(index.key.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX)
             if file is None:
                 raise CorruptError(f"{index.key}: the commit lists no data file beside it")
             self._add(reader.read(data, index.key), file, known)

@@ -17,6 +17,7 @@ from typing import Literal
 from ckpt.digest import Hasher, check_digest, new_hasher
 from ckpt.errors import BadInputError, CorruptError, NotFoundError, UnsupportedFormatError
 from ckpt.index import ChunkEntry, TensorEntry, decode_index
+from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX
 from ckpt.manifest import CommitRecord, Receipt, decode
 from ckpt.parallel import each
 from ckpt.storage import Readable
@@ -24,7 +25,6 @@ from ckpt.types import FileEntry
 
 Level = Literal["quick", "full"]
 
-_DATA, _INDEX = ".bin", ".idx"
 _PIECE_BYTES = 8 << 20
 _WORKERS = 8  # small reads in flight: an object store takes tens of milliseconds for each
 _MOST_PER_FILE = 10  # problems told of one file: a wiped disk need not print a million lines
@@ -58,7 +58,7 @@ def verify_commit(
     check = _Check(storage, progress or (lambda _: None))
     present = check.sizes((*record.receipts, *record.files))
     _check_receipts(check, record, dict(check.small([f for f in record.receipts if f in present])))
-    big = (_DATA,) if level == "quick" else (_DATA, _INDEX)
+    big = (DATA_SUFFIX,) if level == "quick" else (DATA_SUFFIX, INDEX_SUFFIX)
     small = [f for f in record.files if f in present and not f.key.endswith(big)]
     for entry, _ in check.small(small):
         check.progress(entry.size_bytes)
@@ -195,10 +195,12 @@ def _check_data(check: _Check, record: CommitRecord, present: set[FileEntry]) ->
     """Each data file, with the chunks that the index beside it says it holds."""
     files = {f.key: f for f in record.files}
     for key, entry in files.items():
-        partner_key = _other(key, _DATA, _INDEX) or _other(key, _INDEX, _DATA)
+        partner_key = _other(key, DATA_SUFFIX, INDEX_SUFFIX) or _other(
+            key, INDEX_SUFFIX, DATA_SUFFIX
+        )
         if partner_key and partner_key not in files:
             check.problems.append(f"{key}: the commit lists no {partner_key} beside it")
-        if not key.endswith(_DATA):
+        if not key.endswith(DATA_SUFFIX):
             continue
         chunks: list[_Chunk] = []
         # An index that is missing or damaged gets reported, and the data is read all the same.
