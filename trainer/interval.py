@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ _HEAR_S = 60.0
 _KEPT = 4  # announcements that stay for slow ranks
 _UNKNOWN_BLOCK_S = 1.0  # before the first save
 _UNKNOWN_LAG_S = 60.0
+FEWEST_STEPS = 10
+"""With and without a save being written, to tell what that costs."""
 _PRIOR_S = DAY_S  # a run that has not failed yet is taken to fail once a day
 
 
@@ -45,6 +48,17 @@ def best_interval_s(costs: SaveCosts) -> float:
     """The interval that loses least, and never less than a save takes."""
     best_s = math.sqrt(2 * max(costs.block_s, 0.0) * costs.between_failures_s)
     return max(best_s, costs.lag_s)
+
+
+def lost_to_saves_s(seconds: Sequence[float], steps: Sequence[int]) -> float:
+    """What steps lost while saves were written; 0 where too few steps show it.
+
+    Both arguments are of [without a save being written, with one]: the time of steps, and their number.
+    """
+    if min(steps) < FEWEST_STEPS or min(seconds) <= 0:
+        return 0.0
+    calm_s, busy_s = (s / n for s, n in zip(seconds, steps, strict=True))
+    return max(0.0, busy_s - calm_s) * steps[1]
 
 
 def cost_share(interval_s: float, costs: SaveCosts) -> float:
@@ -93,6 +107,11 @@ class AutoInterval:
         """Training goes on from this step."""
         self._next = step + _LOOK_STEPS
         self._at = (step, self._clock.monotonic())
+
+    @property
+    def next_look(self) -> int:
+        """The step after which `due` has something to decide."""
+        return self._next
 
     def due(self, step: int, block_s: float | None, lag_s: float | None) -> bool:
         """Is a save due after this step? Call after each step, on every rank.

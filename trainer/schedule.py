@@ -44,7 +44,7 @@ class SaveSchedule:
         """Save after this step, which has just ended? Call after each step, on every rank."""
         if self._every != "auto":
             return step % self._every == 0
-        if self._interval is None:
+        if self._interval is None or step < self._interval.next_look:
             return False
         block_s = None
         if saves := len(stats.blocked_s):

@@ -291,15 +291,13 @@ class Session(Generic[B_co]):
         trace: TracebackType | None,
     ) -> None:
         self._compilations.detach()
-        self._ledger.record(
-            "closing", error=None if kind is None else f"{kind.__name__}: {error}"[:500]
-        )
+        self._ledger.record("closing", error=_said(error))
         try:
             try:
                 if error is None:
                     self.finish()
             except Exception as e:
-                self._ledger.record("closing", error=f"{type(e).__name__}: {e}"[:500])
+                self._ledger.record("closing", error=_said(e))
                 raise
             finally:
                 self._checkpointer.close(self._drain_limit_s(error))
@@ -391,6 +389,10 @@ class Session(Generic[B_co]):
             "batch_size": self._reader.batch_size,
             **origin(),
         }
+
+
+def _said(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"[:500]
 
 
 def _rank() -> int:

@@ -61,8 +61,7 @@ class Compared:
             for way in lives.ways:
                 if not self.short.has(way):
                     continue
-                training_s = statistics.median(lives.effective_s(r) for r in lives.of[way, None])
-                before = replay(self.short.figures(way), training_s)
+                before = replay(self.short.figures(way), lives.trained_s(way))
                 error = before.ett_same - lives.ett_same((way, None))
                 source = f"foretold for {level}%"
                 rows.append(self._row(way, source, before, replay_error=error))

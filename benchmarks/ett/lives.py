@@ -6,15 +6,13 @@ effective. So that no way gains by that, `ett_same` counts for each new step no 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from benchmarks.ett.job import Figures, Replayed, Technique, Way, replay
 from benchmarks.ett.life import KILLS
-from benchmarks.report import Row
+from benchmarks.report import Row, median
 from trainer.ett.records import AttemptTime, RunReport
 
 Name = tuple[Way, Technique | None]
@@ -51,6 +49,10 @@ class Lives:
         """Steps that were faster than those of `sync`, on a calmer machine, count as what they took."""
         return new_steps(report) * min(self.step_s, step_s(report))
 
+    def trained_s(self, way: Way) -> float:
+        """Effective seconds; the median over a way's lives."""
+        return statistics.median(self.effective_s(r) for r in self.of[way, None])
+
     def ett_same(self, name: Name) -> float:
         """Percent; the median over a way's lives."""
         return statistics.median(self._ett_same(r) for r in self.of[name])
@@ -61,8 +63,7 @@ class Lives:
 
     def replayed(self, way: Way) -> Replayed:
         """The same lives out of their own figures."""
-        of = self.of[way, None]
-        return replay(self.figures(way), statistics.median(self.effective_s(r) for r in of))
+        return replay(self.figures(way), self.trained_s(way))
 
     def rows(self) -> list[Row]:
         """One for each life, and one of medians where there are several."""
@@ -71,7 +72,7 @@ class Lives:
             each = [self._row(name, r) for r in reports]
             rows += each
             if len(each) > 1:
-                middles = {k: _median(r[k] for r in each) for k in _NUMBERS}
+                middles = {k: median(r[k] for r in each) for k in _NUMBERS}
                 source = f"{self.source}, median of {len(each)}"
                 rows.append({**self._named(name), "source": source, **middles})
         return rows
@@ -183,11 +184,6 @@ def middle(of: Sequence[Figures]) -> Figures:
         preempt_repeats=any(f.preempt_repeats for f in of),
         recoveries_s=tuple(s for f in of for s in f.recoveries_s),
     )
-
-
-def _median(values: Any) -> float | None:
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    return statistics.median(known) if known else None
 
 
 def _recovery_s(report: RunReport, attempt: AttemptTime) -> float:

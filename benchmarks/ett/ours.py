@@ -153,9 +153,8 @@ def _train(job: LifeJob, ledger: Ledger, ready: dict[str, Any]) -> None:
                 pace.saved(session.steps, block_s, writing=not copied)
             if pace.over(session.steps):
                 break
-        if (
-            described is None
-        ):  # no publisher knows this model: the trainer publishes, as the others do
+        # No publisher knows this model: the trainer publishes, as the others do.
+        if described is None:
             session.finish()
             with ledger.span("publishing"):
                 publish(job, ready["net"], sharded, batch, place.rank)

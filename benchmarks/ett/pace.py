@@ -11,10 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.ett.job import CALIBRATED, FIRST_SAVE, LifeJob
-from trainer.interval import SaveCosts, best_interval_s
+from trainer.interval import SaveCosts, best_interval_s, lost_to_saves_s
 
 _WARM_UP = 5  # steps of an attempt that take longer than those to come
-_FEWEST_STEPS = 10  # with and without a save being written, to tell what that costs
 
 
 class Pace:
@@ -53,8 +52,8 @@ class Pace:
         self._agree = agree or _of_rank_0
         self._at_s = self._now_s()  # of the last step's or save's end
         self._writing_since_s: float | None = None
-        self._seconds = {True: 0.0, False: 0.0}  # of steps, while a save is written and without
-        self._counts = {True: 0, False: 0}
+        self._seconds = [0.0, 0.0]  # of steps, without a save being written and with one
+        self._counts = [0, 0]
         self._blocks_s: list[float] = []
 
     def due(self, step: int) -> bool:
@@ -90,14 +89,11 @@ class Pace:
         return self.steps is not None and step >= self.steps
 
     def _step_s(self) -> float:
-        return max(1e-4, sum(self._seconds.values()) / max(1, sum(self._counts.values())))
+        return max(1e-4, sum(self._seconds) / max(1, sum(self._counts)))
 
     def _save_s(self) -> float:
         """What a save costs training, with what steps lose while it is written where that is known."""
-        slower_s = 0.0
-        if min(self._counts.values()) >= _FEWEST_STEPS:
-            busy_s, calm_s = (self._seconds[w] / self._counts[w] for w in (True, False))
-            slower_s = max(0.0, busy_s - calm_s) * self._counts[True]
+        slower_s = lost_to_saves_s(self._seconds, self._counts)
         return (sum(self._blocks_s) + slower_s) / len(self._blocks_s)
 
 

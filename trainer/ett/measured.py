@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from trainer.ett.records import AttemptTime, Measured
 from trainer.ett.timeline import Steps, Timeline
+from trainer.interval import FEWEST_STEPS, lost_to_saves_s
 
 _DAY_S = 86400.0
-_FEWEST_STEPS = 10  # with and without a save being written, to tell what that costs
 
 
 def measure(
@@ -17,10 +17,10 @@ def measure(
 ) -> Measured:
     saves = [s for a in done for s in a.saves if s.outcome != "skipped"]
     lags_s = [s.committed_at_s - s.at_s for s in saves if s.committed_at_s is not None]
-    calm_s, busy_s, busy_steps = _paces(lines)
+    seconds, counts = _trained(lines)
+    calm_s = seconds[0] / counts[0] if counts[0] >= FEWEST_STEPS else 0.0
     trained_s = sum(a.areas["training_new"] + a.areas["training_repeated"] for a in done)
     waited_s = sum(a.areas["overlay_pressure"] + a.areas["blocked_in_save"] for a in done)
-    slower_s = max(0.0, (busy_s - calm_s) * busy_steps) if calm_s and busy_s else 0.0
     steps = sum(s.count for line in lines for s in line.steps)
     recovers_s = [
         a.time_to_recover_s - _repeated_before_new_s(a)
@@ -28,7 +28,7 @@ def measure(
         if a.time_to_recover_s is not None and before.ended in ("failed", "preempted")
     ]
     return Measured(
-        block_s=(waited_s + slower_s) / len(saves) if saves else None,
+        block_s=(waited_s + lost_to_saves_s(seconds, counts)) / len(saves) if saves else None,
         lag_s=sum(lags_s) / len(lags_s) if lags_s else None,
         interval_s=_interval_s(done, lines),
         step_s=calm_s or (trained_s / steps if steps and trained_s > 0 else None),
@@ -53,8 +53,8 @@ def _interval_s(done: Sequence[AttemptTime], lines: Sequence[Timeline]) -> float
     return seconds / count if seconds > 0 else None
 
 
-def _paces(lines: Sequence[Timeline]) -> tuple[float, float, int]:
-    """Seconds a step without a save being written and with one (0: not shown), and how many of these.
+def _trained(lines: Sequence[Timeline]) -> tuple[list[float], list[int]]:
+    """Seconds of steps and their number, each [without a save being written, with one].
 
     Lines of steps end where saves begin and where they commit, so each is on one side.
     """
@@ -68,9 +68,7 @@ def _paces(lines: Sequence[Timeline]) -> tuple[float, float, int]:
             busy = bool(ends) and ends[0].at_s <= middle_s
             seconds[busy] += _net_s(line, steps)
             counts[busy] += steps.count
-    if min(counts) < _FEWEST_STEPS:
-        return (seconds[0] / counts[0] if counts[0] >= _FEWEST_STEPS else 0.0), 0.0, counts[1]
-    return seconds[0] / counts[0], seconds[1] / counts[1], counts[1]
+    return seconds, counts
 
 
 def _net_s(line: Timeline, steps: Steps) -> float:
