@@ -218,7 +218,9 @@ class Preemption:
         self._tell(signal.Signals(number))
         before = self._before[signal.Signals(number)]
         if callable(before):
-            before(number, frame)
+            # Ray's handler exits, and SIGINT's own interrupts: ending waits for the save here.
+            with suppress(SystemExit, KeyboardInterrupt):
+                before(number, frame)
 
     def _tell(self, number: signal.Signals) -> None:
         self._told = self._told or Ask(self._talk.rank, number.name)

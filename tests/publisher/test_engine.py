@@ -77,6 +77,7 @@ def ray() -> Iterator[Any]:
     """A real Ray of two workers on this host."""
     found = pytest.importorskip("ray", reason="Ray isn't installed: pip install 'sidestage[ray]'")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    before = signal.getsignal(signal.SIGTERM)
     found.init(
         num_cpus=2,
         include_dashboard=False,
@@ -86,6 +87,7 @@ def ray() -> Iterator[Any]:
     )
     yield found
     found.shutdown()
+    signal.signal(signal.SIGTERM, before)  # Ray leaves a handler behind that exits
 
 
 @pytest.fixture(autouse=True)

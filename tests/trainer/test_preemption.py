@@ -425,3 +425,28 @@ def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
         assert seen == [signal.SIGTERM] * 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("ends", [SystemExit(15), KeyboardInterrupt()])
+def test_a_handler_that_was_there_and_ends_the_process_does_not_prevent_the_save(
+    tmp_path: Path, ends: BaseException
+) -> None:
+    def end(*_: object) -> None:
+        raise ends
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with (  # noqa: PT012
+            pytest.raises(PreemptedError),
+            Session(str(tmp_path), {}, Reader(), save_every=1000) as session,
+        ):
+            next(session.batches())
+            session.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until_told(session)
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    newest = Catalog(LocalStorage(tmp_path)).latest()
+    assert newest is not None
+    assert newest.ref.step == 1
