@@ -27,6 +27,7 @@ from trainer.compile_folder import CompilerFolder, given_folder
 from trainer.compiling import CompiledDense, compile_dense, missing_compiler
 from trainer.config import CompileConfig, launched_place
 from trainer.ledger import Ledger
+from trainer.vector_isa import spare_probes
 from trainer.warmup import warm_up
 
 _log = logging.getLogger("sidestage")
@@ -96,6 +97,7 @@ def prepare(  # noqa: PLR0913 - what it needs of a run; all but two are keyword-
         if missing := missing_compiler(device):
             _log.warning("the dense part runs eagerly: %s", missing)
             return Prepared(None)
+        spare_probes()
         dense = compile_dense(model, parts=parts, dynamic=settings.dynamic, mode=settings.mode)
         folder = cache = None
         if settings.cache:
