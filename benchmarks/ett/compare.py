@@ -106,6 +106,10 @@ def ratios(of: Mapping[str, Compared], rows: Sequence[Row]) -> dict[str, Any]:
         found["recover_ratio"] = statistics.median(_recover_ratio(c) for c in both.values())
         found["start_warm_vs_cold"] = statistics.median(_warm_vs_cold(c) for c in both.values())
         found["repeated_ratio"] = statistics.median(_repeated_ratio(c) for c in both.values())
+    steps = [r["step_ratio"] for r in rows if r.get("step_ratio") is not None]
+    if steps:
+        found["session_step"] = statistics.median(steps)
+        found["session_step_max"] = max(steps)
     errors = [abs(r["replay_error"]) for r in rows if r.get("replay_error") is not None]
     if errors:
         found["replay_error_points"] = max(errors)

@@ -61,9 +61,9 @@ class LifeJob:
 class Figures:
     """What one way costs; seconds. The input of the replay and of `benchmarks fleet`.
 
-    block_s: what a save costs training: the time in it, waits for its snapshot, and what all steps took
-    beyond those of `sync`, which don't differ in anything else. lag_s: from save()'s return to its
-    commit; what is trained meanwhile a failure loses too.
+    block_s: what a save costs training: the time in it, waits for its snapshot, and what steps lose
+    while it is written. lag_s: from save()'s return to its commit; what is trained meanwhile a
+    failure loses too.
     start_s: from the launcher's start to the first step. recover_s: from a failure to the first
     batch, trained before or not. preempt_s: the same for a preemption, with what it took to stop;
     preempt_repeats: is anything trained again after it? shutdown_s, publish_s: at the end.
@@ -85,7 +85,7 @@ class Figures:
 class Replayed:
     """A life with so much training, at this way's best interval.
 
-    training_s: what its new steps take `sync`, which is what counts as effective.
+    training_s: what its new steps take while no save is written, which is what counts as effective.
     """
 
     training_s: float
@@ -100,7 +100,7 @@ class Replayed:
 
 
 def replay(way: Figures, training_s: float, kills: int = 2, preemptions: int = 1) -> Replayed:
-    """The measured losses around another amount of training, which is given in the steps of `sync`.
+    """The measured losses around another amount of training, in steps while no save is written.
 
     A failure costs half an interval and the lag, as long as training lasts; the interval is the one
     that loses least when so many failures come in this life.

@@ -15,7 +15,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from benchmarks.ett.beside import RESULT, row
 from benchmarks.ett.job import LifeJob
+from benchmarks.report import Row
 from benchmarks.watch import tree
 from ckpt.errors import SidestageError
 from ckpt.layout import ledger_key
@@ -36,20 +38,37 @@ _LIBC = ctypes.CDLL(None)
 
 def live(job: LifeJob) -> RunReport:
     """Run the life to its end; the account of it. SidestageError, with the log's end, if it fails."""
-    folder = Path(job.folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    told = folder / "job.json"
-    job.write(told)
     launcher = (
         ("trainer.cli", "launch", *_PRELOAD)
         if job.way == "ours" and "warm_workers" not in job.without
         else ("torch.distributed.run",)
     )
+    _launched(job, [*launcher, f"--max-restarts={FAILURES + 1}"], "benchmarks.ett.rank", _interrupt)
+    report = read_report(job.folder)
+    check_lived(job, report)
+    return report
+
+
+def beside(job: LifeJob) -> Row:
+    """Plain steps and those of a session in one process. SidestageError, with the log's end, if it fails."""
+    _launched(job, ["torch.distributed.run"], "benchmarks.ett.beside", lambda *_: None)
+    return row(job.model, json.loads((Path(job.folder) / RESULT).read_text()))
+
+
+def _launched(
+    job: LifeJob,
+    launcher: list[str],
+    module: str,
+    meanwhile: Callable[[LifeJob, subprocess.Popen[bytes]], None],
+) -> None:
+    folder = Path(job.folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    told = folder / "job.json"
+    job.write(told)
     command = [
         *(sys.executable, "-m", *launcher, "--standalone", "--local-addr=127.0.0.1"),
-        *("--nproc-per-node=2", f"--max-restarts={FAILURES + 1}", "--monitor-interval=0.1"),
-        *("-m", "benchmarks.ett.rank", str(told)),
+        *("--nproc-per-node=2", "--monitor-interval=0.1", "-m", module, str(told)),
     ]
     log = folder / "log"
     with log.open("wb") as out:
@@ -67,7 +86,7 @@ def live(job: LifeJob) -> RunReport:
             start_new_session=True,
         )
         try:
-            _interrupt(job, process)
+            meanwhile(job, process)
             code = process.wait(_timeout_s(job))
         except subprocess.TimeoutExpired:
             raise SidestageError(
@@ -79,9 +98,6 @@ def live(job: LifeJob) -> RunReport:
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise SidestageError(f"the life of {job.model} ({job.way}) ended with code {code}:\n{tail}")
-    report = read_report(folder)
-    check_lived(job, report)
-    return report
 
 
 def check_lived(job: LifeJob, report: RunReport) -> None:

@@ -1,7 +1,8 @@
 """All lives of one model with the same steps: what each way costs, and its ETT by one measure.
 
 Steps get slower while a save is written in the background, and a ledger counts all of their time as
-effective. So that no way gains by that, `ett_same` counts for each new step no more than it takes `sync`.
+effective. So that no way gains by that, `ett_same` counts for each new step what one takes in the same
+life while no save is written. `benchmarks.ett.beside` measures whether that is what a plain step takes.
 """
 
 from __future__ import annotations
@@ -41,25 +42,21 @@ class Lives:
 
     @property
     def step_s(self) -> float:
-        """A new step of `sync`, or of the first way where that wasn't lived; median over its lives."""
+        """A step of `sync`, or of the first way where that wasn't lived; median over its lives."""
         name: Name = ("sync", None) if self.has("sync") else next(iter(self.of))
-        return statistics.median(step_s(r) for r in self.of[name])
-
-    def effective_s(self, report: RunReport) -> float:
-        """Steps that were faster than those of `sync`, on a calmer machine, count as what they took."""
-        return new_steps(report) * min(self.step_s, step_s(report))
+        return statistics.median(calm_step_s(r) for r in self.of[name])
 
     def trained_s(self, way: Way) -> float:
         """Effective seconds; the median over a way's lives."""
-        return statistics.median(self.effective_s(r) for r in self.of[way, None])
+        return statistics.median(effective_s(r) for r in self.of[way, None])
 
     def ett_same(self, name: Name) -> float:
         """Percent; the median over a way's lives."""
-        return statistics.median(self._ett_same(r) for r in self.of[name])
+        return statistics.median(ett_same(r) for r in self.of[name])
 
     def figures(self, way: Way) -> Figures:
         """Medians over a way's lives."""
-        return middle([figures(r, self.step_s) for r in self.of[way, None]])
+        return middle([figures(r) for r in self.of[way, None]])
 
     def replayed(self, way: Way) -> Replayed:
         """The same lives out of their own figures."""
@@ -86,8 +83,8 @@ class Lives:
         }
 
     def _row(self, name: Name, report: RunReport) -> Row:
-        found = figures(report, self.step_s)
-        same = self._ett_same(report)
+        found = figures(report)
+        same = ett_same(report)
         row: Row = {
             **self._named(name),
             "ett": report.ett_percent,
@@ -96,7 +93,8 @@ class Lives:
             "training_s": report.areas["training_new"],
             "steps": new_steps(report),
             "step_ms": 1000 * step_s(report),
-            "inflation": step_s(report) / self.step_s,
+            "calm_ms": 1000 * calm_step_s(report),
+            "inflation": step_s(report) / calm_step_s(report),
             "start_s": found.start_s,
             "recover_s": found.recover_s,
             "preempt_s": found.preempt_s,
@@ -115,12 +113,10 @@ class Lives:
             row["points"] = self.ett_same(("ours", None)) - same
         return row
 
-    def _ett_same(self, report: RunReport) -> float:
-        return 100 * self.effective_s(report) / report.wall_s
-
 
 _NUMBERS = (
-    *("ett", "ett_same", "wall_s", "training_s", "steps", "step_ms", "inflation", "start_s"),
+    *("ett", "ett_same", "wall_s", "training_s", "steps", "step_ms", "calm_ms", "inflation"),
+    "start_s",
     *("recover_s", "preempt_s", "block_ms", "lag_s", "interval_s", "repeated", "unaccounted"),
     "points",
 )
@@ -140,24 +136,31 @@ def step_s(report: RunReport) -> float:
     return report.areas["training_new"] / max(1, new_steps(report))
 
 
-def figures(report: RunReport, same_step_s: float) -> Figures:
-    """What a life has measured, for its replay with other amounts of training.
+def calm_step_s(report: RunReport) -> float:
+    """A step while no save was written, or any step where too few of those show it."""
+    return report.measured.step_s or step_s(report)
 
-    same_step_s: a step of `sync`. What steps take beyond it is a cost of the saves written meanwhile.
-    """
+
+def effective_s(report: RunReport) -> float:
+    """New steps, each as long as a calm one, and no more than they took."""
+    return new_steps(report) * min(calm_step_s(report), step_s(report))
+
+
+def ett_same(report: RunReport) -> float:
+    """Percent."""
+    return 100 * effective_s(report) / report.wall_s
+
+
+def figures(report: RunReport) -> Figures:
+    """What a life has measured, for its replay with other amounts of training."""
     first, *others = report.attempts
     last = report.attempts[-1]
     back = [_recovery_s(report, a) for a in others]
     kills, after_preemption = back[: len(KILLS)], back[len(KILLS) :]
     saves = sum(s.outcome != "skipped" for a in report.attempts for s in a.saves)
-    areas = report.areas
-    waited_s = areas["blocked_in_save"] + areas["overlay_pressure"]
-    steps = new_steps(report) + report.batches_repeated
-    trained_s = areas["training_new"] + areas["training_repeated"]
-    slower_s = max(0.0, trained_s - steps * same_step_s)
-    blocked_s = areas["blocked_in_save"] / max(1, saves)
+    blocked_s = report.areas["blocked_in_save"] / max(1, saves)
     return Figures(
-        block_s=max(1e-4, (waited_s + slower_s) / max(1, saves)),
+        block_s=max(1e-4, report.measured.block_s or 0.0),
         lag_s=max(0.0, (report.measured.lag_s or 0.0) - blocked_s),
         start_s=first.time_to_start_s or 0.0,
         recover_s=sum(kills) / len(kills) if kills else 0.0,
