@@ -11,7 +11,7 @@ from ckpt.coordinator import Coordinator
 from ckpt.errors import BadInputError
 from ckpt.types import Clock
 from trainer.failures import Record
-from trainer.interval import AutoInterval
+from trainer.interval import AutoInterval, lost_to_saves_s
 
 
 class SaveSchedule:
@@ -28,6 +28,10 @@ class SaveSchedule:
         self._clock = clock
         self._interval: AutoInterval | None = None
         self._lag_s: float | None = None
+        self._newest: SaveHandle | None = None
+        self._warm = False
+        self._seconds = [0.0, 0.0]  # of steps, [without a save being written, with one]
+        self._counts = [0, 0]
 
     def begin(self, step: int, coordinator: Coordinator, failures: Callable[[], Record]) -> None:
         """Training goes on from this step. `failures`: the run's record, asked on rank 0 where it matters."""
@@ -40,22 +44,35 @@ class SaveSchedule:
         )
         self._interval.begin(step)
 
-    def due(self, step: int, stats: SaveStats) -> bool:
-        """Save after this step, which has just ended? Call after each step, on every rank."""
+    def due(self, step: int, step_s: float, stats: SaveStats) -> bool:
+        """Save after this step, which has just ended and took so long? Call after each, on every rank.
+
+        step_s: without evaluation, saves and waits: see `Ledger.step_s`.
+        """
         if self._every != "auto":
             return step % self._every == 0
+        self._count(step_s)
         if self._interval is None or step < self._interval.next_look:
             return False
         block_s = None
         if saves := len(stats.blocked_s):
             waits_s = stats.fence_wait_s + stats.overlay_wait_s
-            block_s = (sum(stats.blocked_s) + waits_s) / saves
+            slower_s = lost_to_saves_s(self._seconds, self._counts)
+            block_s = (sum(stats.blocked_s) + waits_s + slower_s) / saves
         return self._interval.due(step, block_s, self._lag_s)
+
+    def _count(self, step_s: float) -> None:
+        if self._warm:  # the first step of an attempt takes longer for reasons of its own
+            writing = self._newest is not None and not self._newest.committed.done()
+            self._seconds[writing] += step_s
+            self._counts[writing] += 1
+        self._warm = True
 
     def saved(self, handle: SaveHandle) -> None:
         """save() has just returned: time it until its commit."""
         if self._interval is None:
             return
+        self._newest = handle
         began_s = self._clock.monotonic()
 
         def done(_: Any) -> None:

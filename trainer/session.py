@@ -227,7 +227,8 @@ class Session(Generic[B_co]):
         self._progress["step"] += 1
         self._progress["position"] = position
         self._ledger.stepped(self.steps, position)
-        handle = self.save() if self._schedule.due(self.steps, self.stats) else None
+        due = self._schedule.due(self.steps, self._ledger.step_s, self.stats)
+        handle = self.save() if due else None
         self.poll()
         return handle
 

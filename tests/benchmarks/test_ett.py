@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from benchmarks.__main__ import main
 from benchmarks.ett import _order, ablated, pace
 from benchmarks.ett.beside import row
 from benchmarks.ett.compare import Compared, ratios
-from benchmarks.ett.job import Figures, LifeJob, Way, replay, training_for
-from benchmarks.ett.life import end_tree, undisturbed
+from benchmarks.ett.job import Figures, LifeJob, Technique, Way, replay, training_for
+from benchmarks.ett.life import check_lived, end_tree, undisturbed
 from benchmarks.ett.lives import Lives, figures
 from benchmarks.ett.pace import Pace
-from ckpt.errors import BadInputError
-from trainer.ett.records import AREAS, Area, AttemptTime, Measured, RunReport, SaveTime
+from ckpt.errors import BadInputError, SidestageError
+from trainer.ett.records import AREAS, Area, AttemptTime, Ended, Measured, RunReport, SaveTime
 
 SYNC = Figures(3.0, 3.0, 30.0, 30.0, 30.0, True, 1.0, 5.0)
 
@@ -168,6 +169,31 @@ def test_what_was_lived_goes_before_what_is_replayed() -> None:
     ours, sync = (r["ett_same"] for r in reversed(both.lived[60].rows()))
     assert lived["gain_min_60"] == pytest.approx(ours - sync)
     assert lived["replay_error_points"] > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "without", "ended", "whole"),
+    [
+        ("ours", (), ("failed", "failed", "preempted", "closed"), True),
+        ("ours", ("preemption",), ("failed", "failed", "failed", "closed"), True),
+        ("sync", (), ("failed", "failed", "failed", "closed"), True),
+        ("sync", (), ("failed", "failed", "preempted", "closed"), False),
+        ("ours", (), ("failed", "failed", "closed"), False),
+        ("ours", (), ("failed", "failed", "preempted", "failed", "closed"), False),
+    ],
+)
+def test_a_life_that_ended_otherwise_than_the_others_is_refused(
+    way: Way, without: tuple[Technique, ...], ended: tuple[Ended, ...], whole: bool
+) -> None:
+    job = LifeJob("tables", way, "", "", 10.0, 3, without=without)
+    lived = a_life(10.0)
+    attempts = tuple(replace(lived.attempts[0], ended=e) for e in ended)
+    report = replace(lived, attempts=attempts)
+    if whole:
+        check_lived(job, report)
+        return
+    with pytest.raises(SidestageError, match=f"ended as {', '.join(ended)}, not as failed, failed"):
+        check_lived(job, report)
 
 
 def test_compiled_code_is_switched_off_only_where_something_is_compiled() -> None:

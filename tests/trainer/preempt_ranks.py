@@ -35,10 +35,13 @@ class Endless:
 
     batch_size = 2
 
-    def __init__(self) -> None:
+    def __init__(self, scenario: str) -> None:
         self.position = 0
+        self._scenario = scenario
 
     def seek(self, position: int) -> None:
+        if self._scenario == "one stays out" and dist.get_rank() == 0:
+            raise BadInputError("a rank's own error, before the first step")
         self.position = position
 
     def __iter__(self) -> Iterator[int]:
@@ -56,7 +59,7 @@ def train(folder: Path, scenario: str, tell: int) -> None:
     session = Session(
         str(folder),
         {"model": model},
-        Endless(),
+        Endless(scenario),
         save_every={
             "saving": 4,
             "deaf": 4,
@@ -130,7 +133,7 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         os.close(write_end)
     if scenario == "dead":
         asked = 1
-    if scenario in ("whole", "orphan", "raising", "one raises"):
+    if scenario in ("whole", "orphan", "raising", "one raises", "one stays out"):
         asked = None
     wanted, count = {"evaluating": b"e", "deaf": b"d", "dead": b"d"}.get(scenario, b"."), 0
     after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1

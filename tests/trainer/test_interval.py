@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ from hypothesis import strategies as st
 from ckpt.catalog import Catalog
 from ckpt.coordinator import Coordinator
 from ckpt.errors import BadInputError
+from ckpt.outcomes import SaveHandle, SaveStats, uncommitted
 from ckpt.storage import LocalStorage
+from ckpt.types import CommitRef
 from tests.trainer.fake_clock import FakeClock
 from trainer import BatchReader, Session
+from trainer.failures import Record
 from trainer.interval import (
     DAY_S,
     AutoInterval,
@@ -26,6 +31,7 @@ from trainer.interval import (
     between_failures_s,
     cost_share,
 )
+from trainer.schedule import SaveSchedule
 
 
 @pytest.mark.parametrize(
@@ -121,3 +127,31 @@ def test_a_session_that_chooses_for_itself(tmp_path: Path) -> None:
         assert [c.ref.step for c in Catalog(LocalStorage(tmp_path)).commits()][-1] == 40 * life
     with pytest.raises(BadInputError, match='save_every = 0: give at least 1, or "auto"'):
         Session(str(tmp_path), state, reader, save_every=0)
+
+
+def test_what_steps_lose_while_a_save_is_written_counts_as_a_cost_of_it() -> None:
+    """Blocks of 10 ms, and 20 steps of each save take 0.1 s more: 2.01 s a save."""
+    gaps = {}
+    for slower_s in (0.0, 0.1):
+        clock, stats = FakeClock(), SaveStats()
+        schedule = SaveSchedule("auto", clock)
+        failed = Record(99, clock.time() - 99 * DAY_S)  # once a day
+        schedule.begin(0, Coordinator(0, 1, None, ""), lambda failed=failed: failed)
+        saved: list[int] = []
+        handle: SaveHandle | None = None
+        for step in range(1, 6000):
+            if handle is not None and step == saved[-1] + 20:
+                handle.committed.set_result(CommitRef(1, handle.step, "0" * 64))
+            writing = handle is not None and not handle.committed.done()
+            step_s = 1.0 + slower_s * writing
+            clock.advance(step_s)
+            if schedule.due(step, 60.0 if step == 1 else step_s, stats):
+                saved.append(step)
+                staged: Future[None] = Future()
+                handle = SaveHandle(step, 0.01, staged, uncommitted())
+                stats.blocked_s.append(0.01)
+                schedule.saved(handle)
+        gaps[slower_s] = saved[-1] - saved[-2]
+    assert gaps[0.0] == pytest.approx(math.sqrt(2 * 0.01 * DAY_S), rel=0.03)
+    # 19 or 20 of the steps are seen to be slower.
+    assert gaps[0.1] == pytest.approx(math.sqrt(2 * 2.01 * DAY_S), rel=0.05)

@@ -296,3 +296,35 @@ def test_signs_of_life_end_with_the_ledger(tmp_path: Path) -> None:
     assert [t.name for t in set(threading.enumerate()) - before] == ["sidestage-ledger"]
     ledger.close()
     assert set(threading.enumerate()) == before
+
+
+def test_a_step_is_told_without_spans_and_waits_in_it() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock, 0.0)
+    ledger.record("restored", step=0, position=0, epoch=None)
+    with ledger.span("get_first_batch_data"):
+        clock.advance(5.0)
+    clock.advance(2.0)
+    ledger.stepped(1, 1)
+    assert ledger.step_s == pytest.approx(2.0)
+    with ledger.span("evaluation"):
+        clock.advance(10.0)
+        with ledger.span("pt2_compilation"):
+            clock.advance(3.0)
+    ledger.waited("data", 0.25)
+    clock.advance(1.0)
+    ledger.stepped(2, 2)
+    assert ledger.step_s == pytest.approx(0.75)
+    other = threading.Thread(target=lambda: ledger.end_span("x", ledger.begin_span("x")))
+    clock.advance(0.5)
+    other.start()
+    other.join()
+    ledger.stepped(3, 3)
+    assert ledger.step_s == pytest.approx(0.5)
+    with ledger.span("evaluation"):
+        clock.advance(1.0)
+        ledger.stepped(4, 4)  # a step inside is in no one's way
+        clock.advance(1.0)
+    clock.advance(0.5)
+    ledger.stepped(5, 5)
+    assert ledger.step_s == pytest.approx(0.5)

@@ -98,6 +98,14 @@ def test_case_d47_both_ranks_killed_anywhere_in_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_a_rank_that_cannot_begin_does_not_leave_the_other_one_waiting(tmp_path: Path) -> None:
+    """The other one's collective fails; nothing is trained, and nothing is committed."""
+    assert lives(tmp_path, "one stays out", 2) == [
+        {"codes": [BadInputError.exit_code, 1], "steps": []}
+    ] * 2
+
+
+@pytest.mark.distributed
 @pytest.mark.crash
 def test_a_rank_dies_and_the_other_is_told_to_end(tmp_path: Path) -> None:
     """It must not wait for the grace: its collective fails, or the agreement does."""
