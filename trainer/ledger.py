@@ -118,9 +118,11 @@ class Ledger:
         self._ended_s = 0.0  # when the last step ended, or what came right before the first one
         self._waits = [0.0] * len(WAITS)  # since the last step, by number
         self._line_waits = self._waits
-        self._open_spans = 0  # on the training thread, and what those since the last step took
-        self._span_begin_s = 0.0
-        self._spans_s = 0.0
+        self._open_spans: set[int] = (
+            set()
+        )  # on the training thread, since when one or more are open,
+        self._spans_begin_s = 0.0
+        self._spans_s = 0.0  # and what those took that have ended since the last step
         self.step_s = 0.0
         """What the last step took, without spans on its thread and waits."""
         self._beat_s = beat_s
@@ -145,7 +147,12 @@ class Ledger:
         """A training step has ended; `position` global batches have been trained. Takes microseconds."""
         with self._lock:
             t = self._clock.monotonic() - self._zero_s
-            self.step_s = max(0.0, t - self._ended_s - self._spans_s - sum(self._waits))
+            if self._open_spans:
+                self._spans_s += t - self._spans_begin_s
+                self._spans_begin_s = t
+            # A wait for a slot is inside of save(), which is a span.
+            waits_s = sum(self._waits) - self._waits[_WAIT_NUMBER["slot"]]
+            self.step_s = max(0.0, t - self._ended_s - self._spans_s - waits_s)
             self._spans_s = 0.0
             if self._line_at is None:
                 begin, waits = self._ended_s, self._waits
@@ -200,22 +207,23 @@ class Ledger:
         main = self.on_training_thread
         self.record("span_begin", name=name, id=number, main=main)
         if main:
-            if not self._open_spans:
-                self._span_begin_s = self._now_s()
-            self._open_spans += 1
+            with self._lock:
+                if not self._open_spans:
+                    self._spans_begin_s = self._now_s()
+                self._open_spans.add(number)
         return number
 
     def end_span(self, name: str, number: int) -> None:
         self.record("span_end", name=name, id=number)
-        if not self.on_training_thread:
-            return
-        self._open_spans -= 1
-        if not self._open_spans:
-            self._spans_s += self._now_s() - self._span_begin_s
-        # The first step begins after what comes before it; compilation is inside of it.
-        if not self._stepped and name != "pt2_compilation":
-            self._ended_s = self._now_s()
-            self._spans_s = 0.0
+        with self._lock:
+            if number in self._open_spans:  # a compiler may end its span on another thread
+                self._open_spans.remove(number)
+                if not self._open_spans:
+                    self._spans_s += self._now_s() - self._spans_begin_s
+            # The first step begins after what comes before it; compilation is inside of it.
+            if not self._stepped and self.on_training_thread and name != "pt2_compilation":
+                self._ended_s = self._now_s()
+                self._spans_s = 0.0
 
     @property
     def on_training_thread(self) -> bool:

@@ -134,6 +134,8 @@ class Preemption:
         self._told: Ask | None = None  # by our own signal or callback
         self.ask: Ask | None = None
         """What all ranks were asked by; None while nobody was."""
+        self.postponed: BaseException | None = None
+        """What an earlier handler of the signal raised to end this process, which waits for a save."""
         self._deadline_s: float | None = None
         self._saved = False
         self._failing = False  # this rank is
@@ -218,9 +220,10 @@ class Preemption:
         self._tell(signal.Signals(number))
         before = self._before[signal.Signals(number)]
         if callable(before):
-            # Ray's handler exits, and SIGINT's own interrupts: ending waits for the save here.
-            with suppress(SystemExit, KeyboardInterrupt):
+            try:
                 before(number, frame)
+            except (SystemExit, KeyboardInterrupt) as e:  # Ray's handler does; the save goes first
+                self.postponed = e
 
     def _tell(self, number: signal.Signals) -> None:
         self._told = self._told or Ask(self._talk.rank, number.name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,13 @@ def prepare(  # noqa: PLR0913 - what it needs of a run; all but two are keyword-
         if missing := missing_compiler(device):
             _log.warning("the dense part runs eagerly: %s", missing)
             return Prepared(None)
-        spare_probes()
+        spared = spare_probes()
         dense = compile_dense(model, parts=parts, dynamic=settings.dynamic, mode=settings.mode)
         folder = cache = None
         if settings.cache:
-            folder, cache = _cache(dense, storage, trust, settings, device)
+            # What decides which kernels are made is a part of the key.
+            flags = {"dynamic": settings.dynamic, "mode": settings.mode, "isa_unprobed": spared}
+            folder, cache = _cache(dense, storage, trust, flags, device)
         try:
             warm_up(model, example)
         except Exception as e:  # compiling is an option, training isn't
@@ -120,14 +122,13 @@ def _cache(
     dense: CompiledDense,
     storage: Storage,
     trust: TrustList,
-    settings: CompileConfig,
+    flags: Mapping[str, Any],
     device: torch.device,
 ) -> tuple[CompilerFolder | None, CompileCache | None]:
     if given := given_folder():
         _log.warning("TORCHINDUCTOR_CACHE_DIR is %s: the run keeps no compile cache", given)
         return None, None
     try:
-        flags = {"dynamic": settings.dynamic, "mode": settings.mode}
         key = cache_key({p.name: p.module for p in dense.parts}, device, flags)
         folder = CompilerFolder(key)
         cache = CompileCache(storage, trust, key, folder.path)

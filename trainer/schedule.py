@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from concurrent.futures import Future
+from typing import Literal
 
 from ckpt import SaveHandle
 from ckpt.checkpointer import SaveStats
 from ckpt.coordinator import Coordinator
 from ckpt.errors import BadInputError
-from ckpt.types import Clock
+from ckpt.types import Clock, CommitRef
 from trainer.failures import Record
 from trainer.interval import AutoInterval, lost_to_saves_s
 
@@ -72,10 +73,16 @@ class SaveSchedule:
         """save() has just returned: time it until its commit."""
         if self._interval is None:
             return
-        self._newest = handle
         began_s = self._clock.monotonic()
 
-        def done(_: Any) -> None:
-            self._lag_s = self._clock.monotonic() - began_s
+        def done(committed: Future[CommitRef]) -> None:
+            if (
+                committed.exception() is None
+            ):  # one that was skipped or failed took as long as it took
+                self._lag_s = self._clock.monotonic() - began_s
 
+        if (
+            not handle.committed.done()
+        ):  # else it was skipped, and an older one may be being written
+            self._newest = handle
         handle.committed.add_done_callback(done)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.ett.compare import LEVELS, Compared, for_fleet, ratios
+from benchmarks.ett.compare import LEVELS, Compared, beside_row, for_fleet, ratios
 from benchmarks.ett.job import TECHNIQUES, WAYS, LifeJob, training_for
 from benchmarks.ett.life import FAILURES, beside, live, undisturbed
 from benchmarks.ett.lives import Lives, Name, called
@@ -188,13 +188,13 @@ class _Life:
         named = {"model": model, "name": "ours", "source": "beside plain steps"}
         rows: list[Row] = []
         with self._alone(job, named, rows):
-            rows.append(beside(job))
+            rows.append(beside_row(model, beside(job)))
             print(f"{rows[0]['step_ratio']:.3f} of a plain step", flush=True)
         return rows
 
     @contextmanager
     def _alone(self, job: LifeJob, named: Row, failed: list[Row]) -> Iterator[None]:
-        """Run one job on a calm machine, and leave nothing behind. What fails becomes a row."""
+        """Wait for a calm machine; what fails becomes a row; the job's folder is removed."""
         wait_until_calm(self._calm_s)
         print(f"{named['model']}, {named['source']}: {named['name']}", end=" ", flush=True)
         try:

@@ -1,7 +1,8 @@
 """Steps with and without a session, in one process: `python -m benchmarks.ett.beside JOB`, under torchrun.
 
 The lives' figures rest on this: while no save is written a step of a session takes what a plain one takes.
-What a save costs is seen here too: neither depends on how fast the machine was in another life.
+What a save costs is seen here too: neither depends on how fast the machine was in another life. Each is
+compiled as its lives compile; both models lie in memory.
 """
 
 from __future__ import annotations
@@ -9,56 +10,27 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.ett.job import LifeJob
-from benchmarks.report import Row
+from benchmarks.ett.job import BESIDE, LifeJob
 
-RESULT = "beside.json"
 _ROUNDS = 8
 _BLOCK_S = 1.5
 _WARM_UP = 30
-_KINDS = ("plain", "session", "saving")
-
-
-def row(model: str, found: dict[str, Any]) -> Row:
-    """Medians over rounds of what rank 0 measured; ratios are of the same round.
-
-    found: seconds of a block by kind, of each round; steps of a block; block and lag of its save.
-    """
-    plain_s, session_s, saving_s = (found[kind] for kind in _KINDS)
-    return {
-        "model": model,
-        "name": "ours",
-        "source": "beside plain steps",
-        "status": "ok",
-        "step_ms": 1000 * statistics.median(session_s) / found["steps"],
-        "plain_ms": 1000 * statistics.median(plain_s) / found["steps"],
-        "step_ratio": statistics.median(
-            ours / plain for ours, plain in zip(session_s, plain_s, strict=True)
-        ),
-        "block_ms": 1000 * statistics.median(found["block_s"]),
-        "lag_s": statistics.median(found["lag_s"]),
-        "save_costs_ms": 1000
-        * statistics.median(
-            saving - calm for saving, calm in zip(saving_s, session_s, strict=True)
-        ),
-        "rounds": len(plain_s),
-    }
 
 
 def main() -> None:
     import fbgemm_gpu  # noqa: F401  (registers the operators)
 
-    from benchmarks.ett.models import MODELS, Batches, Net, rows_of, shard, train_step
-    from trainer.launch import joined, seed_generators
+    from benchmarks.ett.models import MODELS, Batches, rows_of
+    from trainer.launch import joined
     from trainer.quiet import quiet_libraries
 
     quiet_libraries()
@@ -66,39 +38,34 @@ def main() -> None:
     with joined("cpu") as place:
         model = rows_of(MODELS[job.model])
         batches = Batches(model, place.rank, place.world_size)
-        seed_generators(7)
-        net = Net(model)
-        if job.compiled:
-            net.dense.compile(dynamic=True)
-        sharded, optimizer = shard(net, model, place.world_size)
-        sharded.train()
-        rounds = _Rounds(sharded, optimizer, batches, train_step)
-        found = rounds.run(Path(job.folder), place.rank)
+        found = _Rounds(job, model, batches, place.world_size).run(place.rank)
     if place.rank == 0:
-        (Path(job.folder) / RESULT).write_text(json.dumps(found) + "\n")
+        (Path(job.folder) / BESIDE).write_text(json.dumps(found) + "\n")
 
 
 class _Rounds:
-    def __init__(
-        self, model: Any, optimizer: Any, batches: Any, train_step: Callable[..., None]
-    ) -> None:
-        self._state = {"model": model, "optimizer": optimizer}
+    def __init__(self, job: LifeJob, model: Any, batches: Any, world_size: int) -> None:
+        self._folder = Path(job.folder)
         self._batches = batches
-        self._step = lambda batch: train_step(model, optimizer, batch)
+        self._plain_step, _ = _trained(job, model, batches, world_size, "sync")
+        self._step, self._state = _trained(job, model, batches, world_size, "ours")
 
-    def run(self, folder: Path, rank: int) -> dict[str, Any]:
+    def run(self, rank: int) -> dict[str, Any]:
+        """Seconds of a block of steps by kind, of each round; steps of a block; block and lag of its save."""
         feed = iter(self._batches)
         for _ in range(_WARM_UP):
             self._step(next(feed))
+            self._plain_step(next(feed))
         began_s = time.perf_counter()
         for _ in range(_WARM_UP):
-            self._step(next(feed))
+            self._plain_step(next(feed))
         said = [math.ceil(_WARM_UP * _BLOCK_S / (time.perf_counter() - began_s))]
         dist.broadcast_object_list(said, 0)
         steps = said[0]
-        found: dict[str, Any] = {name: [] for name in (*_KINDS, "block_s", "lag_s")}
+        names = ("plain", "session", "saving", "block_s", "lag_s")
+        found: dict[str, Any] = {name: [] for name in names}
         for n in range(_ROUNDS):
-            root = folder / f"round-{n}"
+            root = self._folder / f"round-{n}"
             for kind in ("plain", "session")[:: 1 if n % 2 == 0 else -1]:
                 if kind == "plain":
                     found["plain"].append(self._plain(steps))
@@ -114,7 +81,7 @@ class _Rounds:
         dist.barrier()
         began_s = time.perf_counter()
         for _ in range(steps):
-            self._step(next(feed))
+            self._plain_step(next(feed))
         return time.perf_counter() - began_s
 
     def _with_session(self, root: Path, steps: int, found: dict[str, Any]) -> None:
@@ -136,19 +103,56 @@ class _Rounds:
             for kind in ("session", "saving"):
                 dist.barrier()
                 began_s = time.perf_counter()
-                committed_s: list[float] = []
                 if kind == "saving":
                     handle = session.save()
-                    handle.committed.add_done_callback(
-                        lambda _, at=committed_s: at.append(time.perf_counter())
-                    )
+                    lag_s = _lag_of(handle)
                 for _ in range(steps):
                     self._step(next(feed))
                     session.step()
                 found[kind].append(time.perf_counter() - began_s)
-            handle.committed.result()
             found["block_s"].append(handle.blocked_s)
-            found["lag_s"].append(committed_s[0] - began_s - handle.blocked_s)
+            found["lag_s"].append(lag_s())
+
+
+def _trained(
+    job: LifeJob, model: Any, batches: Any, world_size: int, way: str
+) -> tuple[Callable[[Any], None], dict[str, Any]]:
+    """A step of a model that is compiled as the lives of this way do, and what to save of it."""
+    from benchmarks.ett.models import Net, shard, train_step
+    from ckpt.config import trust_file
+    from ckpt.storage import open_storage
+    from ckpt.trust import TrustList
+    from trainer.config import CompileConfig
+    from trainer.launch import seed_generators
+    from trainer.ledger import Ledger
+    from trainer.pt2 import prepare
+
+    seed_generators(7)
+    net = Net(model)
+    if job.compiled and way == "sync":
+        net.dense.compile(dynamic=True)
+    elif job.compiled:
+        prepare(
+            net,
+            (batches.example,),
+            storage=open_storage(job.folder),
+            trust=TrustList(trust_file()),
+            ledger=Ledger(),
+            settings=CompileConfig(enabled=True),
+            parts=["dense"],
+        )
+    sharded, optimizer = shard(net, model, world_size)
+    sharded.train()
+    state = {"model": sharded, "optimizer": optimizer}
+    return lambda batch: train_step(sharded, optimizer, batch), state
+
+
+def _lag_of(handle: Any) -> Callable[[], float]:
+    """Waits for the commit; seconds from now until it came."""
+    began_s = time.perf_counter()
+    lag_s: Future[float] = Future()
+    handle.committed.add_done_callback(lambda _: lag_s.set_result(time.perf_counter() - began_s))
+    return lag_s.result
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ class Compared:
             return self.lived[level].ett_same((way, None))
         return self.replayed(way, level).ett_same
 
+    def gain_by_sync(self, level: int) -> float | None:
+        """Points of `ours` over `sync` where a step counts no more than one of `sync`; None: not lived."""
+        if self.source(level) != "lived":
+            return None
+        lives = self.lived[level]
+        return lives.ett_by_sync(("ours", None)) - lives.ett_by_sync(("sync", None))
+
     def replayed(self, way: Way, level: int) -> Replayed:
         of = self.longest
         return replay(of.figures(way), training_for(of.figures("sync"), level))
@@ -86,6 +93,27 @@ class Compared:
         }
 
 
+def beside_row(model: str, found: Mapping[str, Any]) -> Row:
+    """Medians over rounds of what `benchmarks.ett.beside` has found; ratios are of the same round."""
+    plain_s, session_s, saving_s = (found[kind] for kind in ("plain", "session", "saving"))
+    pairs = list(zip(plain_s, session_s, saving_s, strict=True))
+    whole = statistics.median(found["lag_s"]) < statistics.median(session_s)
+    costs_s = statistics.median(saving - calm for _, calm, saving in pairs)
+    return {
+        "model": model,
+        "name": "ours",
+        "source": "beside plain steps",
+        "status": "ok",
+        "step_ms": 1000 * statistics.median(session_s) / found["steps"],
+        "plain_ms": 1000 * statistics.median(plain_s) / found["steps"],
+        "step_ratio": statistics.median(calm / plain for plain, calm, _ in pairs),
+        "blocked_ms": 1000 * statistics.median(found["block_s"]),
+        "lag_s": statistics.median(found["lag_s"]),
+        "save_costs_ms": 1000 * costs_s if whole else None,
+        "rounds": len(pairs),
+    }
+
+
 def ratios(of: Mapping[str, Compared], rows: Sequence[Row]) -> dict[str, Any]:
     """What to look at, of models that were lived in `sync` and `ours`. `*_source`: lived or replayed."""
     both = {name: c for name, c in of.items() if c.whole}
@@ -106,6 +134,11 @@ def ratios(of: Mapping[str, Compared], rows: Sequence[Row]) -> dict[str, Any]:
         found["recover_ratio"] = statistics.median(_recover_ratio(c) for c in both.values())
         found["start_warm_vs_cold"] = statistics.median(_warm_vs_cold(c) for c in both.values())
         found["repeated_ratio"] = statistics.median(_repeated_ratio(c) for c in both.values())
+        for level in LEVELS:  # by a stricter measure, too
+            if gains := [g for c in both.values() if (g := c.gain_by_sync(level)) is not None]:
+                found[f"gain_min_{level}_by_sync"] = min(gains)
+                found[f"gain_mean_{level}_by_sync"] = statistics.mean(gains)
+        found["calm_ratio"] = statistics.median(c.longest.calm_ratio for c in both.values())
     steps = [r["step_ratio"] for r in rows if r.get("step_ratio") is not None]
     if steps:
         found["session_step"] = statistics.median(steps)

@@ -28,6 +28,8 @@ FIRST_SAVE = 20
 """The step of each attempt after which it saves, and learns what that costs."""
 CALIBRATED = 120
 """The step at which the first attempt knows how many steps the training is to have."""
+BESIDE = "beside.json"
+"""What `benchmarks.ett.beside` writes into its job's folder."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.ett.beside import RESULT, row
-from benchmarks.ett.job import LifeJob
-from benchmarks.report import Row
+from benchmarks.ett.job import BESIDE, LifeJob
 from benchmarks.watch import tree
 from ckpt.errors import SidestageError
 from ckpt.layout import ledger_key
@@ -49,10 +48,11 @@ def live(job: LifeJob) -> RunReport:
     return report
 
 
-def beside(job: LifeJob) -> Row:
-    """Plain steps and those of a session in one process. SidestageError, with the log's end, if it fails."""
+def beside(job: LifeJob) -> dict[str, Any]:
+    """What `benchmarks.ett.beside` has found. SidestageError, with the log's end, if it fails."""
     _launched(job, ["torch.distributed.run"], "benchmarks.ett.beside", lambda *_: None)
-    return row(job.model, json.loads((Path(job.folder) / RESULT).read_text()))
+    found: dict[str, Any] = json.loads((Path(job.folder) / BESIDE).read_text())
+    return found
 
 
 def _launched(

@@ -2,7 +2,8 @@
 
 Steps get slower while a save is written in the background, and a ledger counts all of their time as
 effective. So that no way gains by that, `ett_same` counts for each new step what one takes in the same
-life while no save is written. `benchmarks.ett.beside` measures whether that is what a plain step takes.
+life while no save is written. `benchmarks.ett.beside` measures whether that is what a plain step takes;
+`ett_by_sync` is stricter, and depends on how fast the machine was in each life.
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ class Lives:
         """Percent; the median over a way's lives."""
         return statistics.median(ett_same(r) for r in self.of[name])
 
+    def ett_by_sync(self, name: Name) -> float:
+        """Percent, with no more for a step than one of `sync` takes; the median over a way's lives."""
+        return statistics.median(self._by_sync(r) for r in self.of[name])
+
+    @property
+    def calm_ratio(self) -> float:
+        """A step of `ours` while no save is written over one of `sync`, by medians over the lives."""
+        return statistics.median(calm_step_s(r) for r in self.of["ours", None]) / self.step_s
+
     def figures(self, way: Way) -> Figures:
         """Medians over a way's lives."""
         return middle([figures(r) for r in self.of[way, None]])
@@ -89,6 +99,7 @@ class Lives:
             **self._named(name),
             "ett": report.ett_percent,
             "ett_same": same,
+            "ett_by_sync": self._by_sync(report),
             "wall_s": report.wall_s,
             "training_s": report.areas["training_new"],
             "steps": new_steps(report),
@@ -113,9 +124,23 @@ class Lives:
             row["points"] = self.ett_same(("ours", None)) - same
         return row
 
+    def _by_sync(self, report: RunReport) -> float:
+        counted_s = new_steps(report) * min(self.step_s, step_s(report))
+        return 100 * counted_s / report.wall_s
+
 
 _NUMBERS = (
-    *("ett", "ett_same", "wall_s", "training_s", "steps", "step_ms", "calm_ms", "inflation"),
+    *(
+        "ett",
+        "ett_same",
+        "ett_by_sync",
+        "wall_s",
+        "training_s",
+        "steps",
+        "step_ms",
+        "calm_ms",
+        "inflation",
+    ),
     "start_s",
     *("recover_s", "preempt_s", "block_ms", "lag_s", "interval_s", "repeated", "unaccounted"),
     "points",

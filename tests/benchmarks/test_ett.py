@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.ett import _order, ablated, pace
-from benchmarks.ett.beside import row
-from benchmarks.ett.compare import Compared, ratios
+from benchmarks.ett.compare import Compared, beside_row, ratios
 from benchmarks.ett.job import Figures, LifeJob, Technique, Way, replay, training_for
 from benchmarks.ett.life import check_lived, end_tree, undisturbed
 from benchmarks.ett.lives import Lives, figures
@@ -107,6 +106,9 @@ def test_a_step_counts_as_much_as_one_without_a_save_in_the_same_life() -> None:
     assert without["points"] == pytest.approx(ours["ett_same"] - without["ett_same"])
     assert without["points"] > 0
     assert lives.step_s == pytest.approx(0.5)
+    assert ours["ett_by_sync"] == pytest.approx(ours["ett"] / 2)
+    assert faster["ett_by_sync"] == pytest.approx(faster["ett"])
+    assert lives.calm_ratio == pytest.approx(1.6)
     # What the account of a run says that a save costs, and 2 s of its lag were blocked.
     assert (figures(lives.of["ours", None][0]).block_s, ours["lag_s"]) == (2.5, 0.0)
 
@@ -120,11 +122,13 @@ def test_a_session_is_told_by_the_rounds_that_stood_beside_each_other() -> None:
         "block_s": [0.01, 0.02, 0.03],
         "lag_s": [0.5, 0.4, 0.6],
     }
-    told = row("tables", found)
+    told = beside_row("tables", found)
     assert told["step_ratio"] == pytest.approx(1.0)
     assert told["save_costs_ms"] == pytest.approx(200.0)
     assert (told["plain_ms"], told["step_ms"]) == pytest.approx((10.0, 11.0))
-    assert (told["block_ms"], told["lag_s"]) == pytest.approx((20.0, 0.5))
+    assert (told["blocked_ms"], told["lag_s"]) == pytest.approx((20.0, 0.5))
+    late = beside_row("tables", {**found, "lag_s": [1.2, 0.4, 1.3]})
+    assert late["save_costs_ms"] is None  # some of it came after the last step that was timed
     compared = ratios({}, [told, {**told, "step_ratio": 1.2}])
     assert compared["session_step"] == pytest.approx(1.1)
     assert compared["session_step_max"] == pytest.approx(1.2)
@@ -168,6 +172,8 @@ def test_what_was_lived_goes_before_what_is_replayed() -> None:
     assert (lived["source_60"], lived["source_80"]) == ("lived", "replayed")
     ours, sync = (r["ett_same"] for r in reversed(both.lived[60].rows()))
     assert lived["gain_min_60"] == pytest.approx(ours - sync)
+    assert lived["gain_min_60_by_sync"] == pytest.approx(ours - sync)  # their steps are the same
+    assert lived["calm_ratio"] == pytest.approx(1.0)
     assert lived["replay_error_points"] > 0
 
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -311,20 +312,42 @@ def test_a_step_is_told_without_spans_and_waits_in_it() -> None:
         clock.advance(10.0)
         with ledger.span("pt2_compilation"):
             clock.advance(3.0)
+    with ledger.span("blocked_in_save"):
+        clock.advance(2.0)
+        ledger.waited("slot", 2.0)
     ledger.waited("data", 0.25)
     clock.advance(1.0)
     ledger.stepped(2, 2)
     assert ledger.step_s == pytest.approx(0.75)
-    other = threading.Thread(target=lambda: ledger.end_span("x", ledger.begin_span("x")))
+    with ledger.span("evaluation"):
+        clock.advance(1.0)
+        ledger.stepped(3, 3)
+        assert ledger.step_s == pytest.approx(0.0)
+        clock.advance(1.0)
     clock.advance(0.5)
-    other.start()
-    other.join()
-    ledger.stepped(3, 3)
+    ledger.stepped(4, 4)
+    assert ledger.step_s == pytest.approx(0.5)
+
+
+def test_a_step_knows_spans_that_end_on_another_thread() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock, 0.0)
+    ledger.stepped(1, 1)
+    number = ledger.begin_span("pt2_compilation")
+    clock.advance(3.0)
+    on_another_thread(lambda: ledger.end_span("pt2_compilation", number))
+    clock.advance(0.5)
+    on_another_thread(lambda: ledger.end_span("x", ledger.begin_span("x")))
+    ledger.stepped(2, 2)
     assert ledger.step_s == pytest.approx(0.5)
     with ledger.span("evaluation"):
         clock.advance(1.0)
-        ledger.stepped(4, 4)  # a step inside is in no one's way
-        clock.advance(1.0)
-    clock.advance(0.5)
-    ledger.stepped(5, 5)
-    assert ledger.step_s == pytest.approx(0.5)
+    clock.advance(0.25)
+    ledger.stepped(3, 3)
+    assert ledger.step_s == pytest.approx(0.25)
+
+
+def on_another_thread(what: Callable[[], None]) -> None:
+    thread = threading.Thread(target=what)
+    thread.start()
+    thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from trainer.ett.records import AttemptTime, Measured
@@ -56,14 +57,15 @@ def _interval_s(done: Sequence[AttemptTime], lines: Sequence[Timeline]) -> float
 def _trained(lines: Sequence[Timeline]) -> tuple[list[float], list[int]]:
     """Seconds of steps and their number, each [without a save being written, with one].
 
-    Lines of steps end where saves begin and where they commit, so each is on one side.
+    Lines of steps end where saves begin and where they commit, so each is on one side. A save that
+    was lost was being written until the attempt ended.
     """
     seconds, counts = [0.0, 0.0], [0, 0]
     for line in lines:
-        ends = [s for s in line.saves if s.committed_at_s is not None]
+        ends = [s for s in line.saves if s.outcome in ("committed", "lost")]
         for steps in line.steps[1:]:  # the first one warms up
             middle_s = (steps.begin_s + steps.end_s) / 2
-            while ends and (ends[0].committed_at_s or 0.0) < middle_s:
+            while ends and (ends[0].committed_at_s or math.inf) < middle_s:
                 ends.pop(0)
             busy = bool(ends) and ends[0].at_s <= middle_s
             seconds[busy] += _net_s(line, steps)
