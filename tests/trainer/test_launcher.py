@@ -16,6 +16,7 @@ import made_up_model
 folder, how = sys.argv[1:]
 rank, life = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 seen = {"parent": os.getppid(), "imported_by": made_up_model.IMPORTED_BY, "me": os.getpid(), "name": __name__}
+seen["session"] = os.getsid(0)
 seen["collects"] = [made_up_model.COLLECTED, gc.isenabled(), gc.get_freeze_count() > 1000]
 with open(f"{folder}/new-{life}-{rank}", "w") as file:  # under its name only when whole
     file.write(json.dumps(seen))
@@ -61,6 +62,7 @@ def test_workers_of_every_life_are_forks_of_one_process_that_has_imported(tmp_pa
     assert {s["imported_by"] for s in seen.values()} == {server}
     assert len({s["me"] for s in seen.values()}) == len(seen)
     assert {s["name"] for s in seen.values()} == {"__main__"}
+    assert all(s["session"] == s["me"] for s in seen.values())  # as those of torchrun
     # No garbage is looked for while importing, nor in what was imported; but in all that comes later.
     assert all(s["collects"] == [False, True, True] for s in seen.values())
     assert (tmp_path / "left1-r0").exists()  # atexit functions have run, in forks too
