@@ -107,6 +107,7 @@ def test_a_fleet_and_a_large_run(chrome: Any, tmp_path: Path) -> None:
     assert tab.sums("#timeline-1-1 rect.bar", "seconds") == pytest.approx(wall_s, abs=0.1)
     assert "100 000 stretches drawn as" in tab.page.inner_text("#run-1").replace("\u202f", " ")
     tab.page.click("#run-2 > summary")
+    tab.page.locator("#timeline-2-1 rect.bar").first.wait_for()  # drawn after the click returns
     assert "running, or unknown" in tab.page.inner_text("#run-2")
     assert "Nothing was saved." in tab.page.inner_text("#run-2")
     assert tab.sums("#timeline-2-1 rect.bar", "seconds") == 30

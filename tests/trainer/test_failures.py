@@ -106,12 +106,12 @@ def test_a_schedule_asks_rank_0_and_only_where_it_matters(caplog: pytest.LogCapt
 
     every = SaveSchedule(3, clock)
     every.begin(0, Coordinator(0, 1, None, ""), unasked)
-    assert [n for n in range(1, 8) if every.due(n, stats)] == [3, 6]
+    assert [n for n in range(1, 8) if every.due(n, 1.0, stats)] == [3, 6]
     auto = SaveSchedule("auto", clock)
     record = Record(3, clock.time() - 3 * DAY_S)
     auto.begin(0, Coordinator(0, 1, None, ""), lambda: record)
     with caplog.at_level(logging.INFO, "sidestage"):
         for step in range(1, 40):
             clock.advance(1.0)
-            auto.due(step, stats)
+            auto.due(step, 1.0, stats)
     assert "a failure every 24 h" in caplog.text
