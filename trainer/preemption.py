@@ -223,7 +223,7 @@ class Preemption:
             try:
                 before(number, frame)
             except (SystemExit, KeyboardInterrupt) as e:  # Ray's handler does; the save goes first
-                self.postponed = e
+                self.postponed = e.with_traceback(None)  # its frames hold the training's tensors
 
     def _tell(self, number: signal.Signals) -> None:
         self._told = self._told or Ask(self._talk.rank, number.name)

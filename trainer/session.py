@@ -313,8 +313,9 @@ class Session(Generic[B_co]):
             self._ledger.close()
             if self._mirror is not None:
                 self._mirror.copy()
-        if error is None and self._preemption is not None and self._preemption.postponed:
-            raise self._preemption.postponed  # asked too late to stop at a step
+        postponed = self._preemption.postponed if self._preemption is not None else None
+        if error is None and postponed is not None:
+            raise postponed  # asked too late to stop at a step
 
     def _drain_limit_s(self, error: BaseException | None) -> float | None:
         """After an error: 0 where a dead rank's part is missing, for such a save never ends."""

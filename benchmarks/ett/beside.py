@@ -1,8 +1,8 @@
 """Steps with and without a session, in one process: `python -m benchmarks.ett.beside JOB`, under torchrun.
 
 The lives' figures rest on this: while no save is written a step of a session takes what a plain one takes.
-What a save costs is seen here too: neither depends on how fast the machine was in another life. Each is
-compiled as its lives compile; both models lie in memory.
+What a save costs is seen here too: neither depends on how fast the machine was in another life. Two models
+lie in memory, one compiled by `torch.compile` alone and one by `prepare`, as `sync` and `ours` do.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Compared:
         if self.source(level) != "lived":
             return None
         lives = self.lived[level]
-        return lives.ett_by_sync(("ours", None)) - lives.ett_by_sync(("sync", None))
+        return lives.ett_by_sync("ours") - lives.ett_by_sync("sync")
 
     def replayed(self, way: Way, level: int) -> Replayed:
         of = self.longest

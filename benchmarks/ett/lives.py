@@ -55,9 +55,9 @@ class Lives:
         """Percent; the median over a way's lives."""
         return statistics.median(ett_same(r) for r in self.of[name])
 
-    def ett_by_sync(self, name: Name) -> float:
+    def ett_by_sync(self, way: Way) -> float:
         """Percent, with no more for a step than one of `sync` takes; the median over a way's lives."""
-        return statistics.median(self._by_sync(r) for r in self.of[name])
+        return statistics.median(self._by_sync(r) for r in self.of[way, None])
 
     @property
     def calm_ratio(self) -> float:
@@ -99,7 +99,7 @@ class Lives:
             **self._named(name),
             "ett": report.ett_percent,
             "ett_same": same,
-            "ett_by_sync": self._by_sync(report),
+            "ett_by_sync": self._by_sync(report) if self.has("sync") else None,
             "wall_s": report.wall_s,
             "training_s": report.areas["training_new"],
             "steps": new_steps(report),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog
 from ckpt.coordinator import Coordinator
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, SaveError
 from ckpt.outcomes import SaveHandle, SaveStats, uncommitted
 from ckpt.storage import LocalStorage
 from ckpt.types import CommitRef
@@ -154,3 +154,28 @@ def test_what_steps_lose_while_a_save_is_written_counts_as_a_cost_of_it() -> Non
         gaps[slower_s] = saved[-1] - saved[-2]
     assert gaps[0.0] == pytest.approx(math.sqrt(2 * 0.01 * DAY_S), rel=0.03)
     assert gaps[0.1] == pytest.approx(math.sqrt(2 * 1.91 * DAY_S), rel=0.01)
+
+
+def test_a_save_that_was_skipped_or_failed_tells_nothing_of_a_lag() -> None:
+    """The only commit took 100 s, and no interval is shorter: blocks of 10 ms alone ask for 42 s."""
+    clock, stats = FakeClock(), SaveStats()
+    schedule = SaveSchedule("auto", clock)
+    record = Record(99, clock.time() - 99 * DAY_S)  # once a day
+    schedule.begin(0, Coordinator(0, 1, None, ""), lambda: record)
+    saved: list[int] = []
+    first: SaveHandle | None = None
+    for step in range(1, 3000):
+        clock.advance(1.0)
+        if first is not None and step == saved[0] + 100:
+            first.committed.set_result(CommitRef(1, saved[0], "0" * 64))
+        if schedule.due(step, 1.0, stats):
+            saved.append(step)
+            handle = SaveHandle(step, 0.01, Future(), uncommitted())
+            stats.blocked_s.append(0.01)
+            if first is None:
+                first = handle
+            else:
+                handle.committed.set_exception(SaveError("skipped, or failed"))
+            schedule.saved(handle)
+    assert len(saved) > 10
+    assert saved[-1] - saved[-2] == 100

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,9 @@ os.replace(file.name, f"{folder}/life{life}-r{rank}")
 atexit.register(lambda: open(f"{folder}/left{life}-r{rank}", "w").close())
 if how == "killed" and life == 0 and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "waiting":
+    while True:
+        signal.pause()
 if how == "failing" and rank == "0":
     sys.exit(7)
 sys.exit(0)
@@ -31,23 +36,67 @@ sys.exit(0)
 MODEL = "import gc, os\nIMPORTED_BY, COLLECTED = os.getpid(), gc.isenabled()\n"
 
 
-def launch(folder: Path, how: str, restarts: int) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, how: str, restarts: int) -> list[str]:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "made_up_model.py").write_text(MODEL)
-    command = [
+    return [
         *(sys.executable, "-m", "trainer.cli", "launch", "--preload", "made_up_model"),
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"),
         *(f"--max-restarts={restarts}", str(folder / "program.py"), str(folder), how),
     ]
+
+
+def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def launch(folder: Path, how: str, restarts: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
+        command(folder, how, restarts),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONPROFILEIMPORTTIME": "1"},
+        env={**environment(folder), "PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.crash
+def test_workers_end_with_the_launchers_group_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+    """As in what a shell starts in the background. They have sessions, and so groups, of their own."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launcher = subprocess.Popen(
+            command(tmp_path, "waiting", 0),
+            cwd=ROOT,
+            env=environment(tmp_path),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    deadline = time.monotonic() + 90
+    told = [tmp_path / "life0-r0", tmp_path / "life0-r1"]
+    while not all(p.exists() for p in told):
+        assert launcher.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = [json.loads(p.read_text())["me"] for p in told]
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.crash
