@@ -118,11 +118,11 @@ class Ledger:
         self._ended_s = 0.0  # when the last step ended, or what came right before the first one
         self._waits = [0.0] * len(WAITS)  # since the last step, by number
         self._line_waits = self._waits
-        self._open_spans: set[int] = (
-            set()
-        )  # on the training thread, since when one or more are open,
+        # On the training thread: spans that are open and since when any is, and what spans took since the
+        # last step.
+        self._open_spans: set[int] = set()
         self._spans_begin_s = 0.0
-        self._spans_s = 0.0  # and what those took that have ended since the last step
+        self._spans_s = 0.0
         self.step_s = 0.0
         """What the last step took, without spans on its thread and waits."""
         self._beat_s = beat_s

@@ -76,13 +76,11 @@ class SaveSchedule:
         began_s = self._clock.monotonic()
 
         def done(committed: Future[CommitRef]) -> None:
-            if (
-                committed.exception() is None
-            ):  # one that was skipped or failed took as long as it took
+            # One that was skipped or failed says nothing of how long a commit takes.
+            if committed.exception() is None:
                 self._lag_s = self._clock.monotonic() - began_s
 
-        if (
-            not handle.committed.done()
-        ):  # else it was skipped, and an older one may be being written
+        # Else it was skipped, and an older one may be being written.
+        if not handle.committed.done():
             self._newest = handle
         handle.committed.add_done_callback(done)
