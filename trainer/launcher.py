@@ -14,13 +14,11 @@ it was when the job was launched: to change code, launch anew.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import logging
 import os
 import runpy
-import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -28,8 +26,8 @@ from multiprocessing import forkserver
 from typing import Any
 
 from ckpt.config import LAUNCHER_PID
+from trainer.tied import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 PRELOAD = ("trainer.preload",)
 """What the fork server imports if the caller names nothing: the reference trainer, torchrec and torch."""
 
@@ -102,7 +100,7 @@ def work(script: str, arguments: list[str], module: bool) -> None:
     os.setsid()
     # What kills the launcher's group doesn't reach this process any more. Torch asks for SIGINT then, which
     # is ignored in what a shell has started in the background.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     gc.freeze()  # what all workers have in common is no garbage, and isn't looked through for any
     gc.enable()
     sys.argv = [script, *arguments]

@@ -63,7 +63,10 @@ def launch(folder: Path, how: str, restarts: int) -> subprocess.CompletedProcess
 
 
 @pytest.mark.crash
-def test_workers_end_with_the_launchers_group_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [False, True])
+def test_workers_end_with_the_launcher_also_where_sigint_is_ignored(
+    tmp_path: Path, group: bool
+) -> None:
     """As in what a shell starts in the background. They have sessions, and so groups, of their own."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -84,9 +87,13 @@ def test_workers_end_with_the_launchers_group_also_where_sigint_is_ignored(tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.02)
     workers = [json.loads(p.read_text())["me"] for p in told]
-    os.killpg(launcher.pid, signal.SIGKILL)
+    server = json.loads(told[0].read_text())["parent"]
+    if group:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    else:
+        launcher.kill()
     launcher.wait()
-    while any(alive(pid) for pid in workers):
+    while any(alive(pid) for pid in (*workers, server)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
