@@ -17,9 +17,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import fbgemm_gpu  # noqa: F401  (registers the operators)
 import torch.distributed as dist
 
 from benchmarks.ett.job import BESIDE, LifeJob
+from benchmarks.ett.models import MODELS, Batches, Model, Net, rows_of, shard, train_step
+from benchmarks.ett.ours import prepare_dense
+from ckpt import CheckpointConfig, SaveHandle
+from trainer.launch import joined, seed_generators
+from trainer.ledger import Ledger
+from trainer.session import Session
 
 _ROUNDS = 8
 _BLOCK_S = 1.5
@@ -27,13 +34,6 @@ _WARM_UP = 30
 
 
 def main() -> None:
-    import fbgemm_gpu  # noqa: F401  (registers the operators)
-
-    from benchmarks.ett.models import MODELS, Batches, rows_of
-    from trainer.launch import joined
-    from trainer.quiet import quiet_libraries
-
-    quiet_libraries()
     job = LifeJob.read(Path(sys.argv[1]))
     with joined("cpu") as place:
         model = rows_of(MODELS[job.model])
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class _Rounds:
-    def __init__(self, job: LifeJob, model: Any, batches: Any, world_size: int) -> None:
+    def __init__(self, job: LifeJob, model: Model, batches: Batches, world_size: int) -> None:
         self._folder = Path(job.folder)
         self._batches = batches
         self._plain_step, _ = _trained(job, model, batches, world_size, "sync")
@@ -85,9 +85,6 @@ class _Rounds:
         return time.perf_counter() - began_s
 
     def _with_session(self, root: Path, steps: int, found: dict[str, Any]) -> None:
-        from ckpt import CheckpointConfig
-        from trainer.session import Session
-
         session = Session(
             str(root),
             self._state,
@@ -115,39 +112,22 @@ class _Rounds:
 
 
 def _trained(
-    job: LifeJob, model: Any, batches: Any, world_size: int, way: str
+    job: LifeJob, model: Model, batches: Batches, world_size: int, way: str
 ) -> tuple[Callable[[Any], None], dict[str, Any]]:
     """A step of a model that is compiled as the lives of this way do, and what to save of it."""
-    from benchmarks.ett.models import Net, shard, train_step
-    from ckpt.config import trust_file
-    from ckpt.storage import open_storage
-    from ckpt.trust import TrustList
-    from trainer.config import CompileConfig
-    from trainer.launch import seed_generators
-    from trainer.ledger import Ledger
-    from trainer.pt2 import prepare
-
     seed_generators(7)
     net = Net(model)
     if job.compiled and way == "sync":
         net.dense.compile(dynamic=True)
     elif job.compiled:
-        prepare(
-            net,
-            (batches.example,),
-            storage=open_storage(job.folder),
-            trust=TrustList(trust_file()),
-            ledger=Ledger(),
-            settings=CompileConfig(enabled=True),
-            parts=["dense"],
-        )
+        prepare_dense(job, net, batches, Ledger())
     sharded, optimizer = shard(net, model, world_size)
     sharded.train()
     state = {"model": sharded, "optimizer": optimizer}
     return lambda batch: train_step(sharded, optimizer, batch), state
 
 
-def _lag_of(handle: Any) -> Callable[[], float]:
+def _lag_of(handle: SaveHandle) -> Callable[[], float]:
     """Waits for the commit; seconds from now until it came."""
     began_s = time.perf_counter()
     lag_s: Future[float] = Future()

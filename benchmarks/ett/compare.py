@@ -131,13 +131,13 @@ def ratios(of: Mapping[str, Compared], rows: Sequence[Row]) -> dict[str, Any]:
             if "lived" in sources.values():  # how near to the level the lives came
                 found[f"sync_min_{level}"] = min(sync for _, sync in pairs)
                 found[f"sync_max_{level}"] = max(sync for _, sync in pairs)
-        found["recover_ratio"] = statistics.median(_recover_ratio(c) for c in both.values())
-        found["start_warm_vs_cold"] = statistics.median(_warm_vs_cold(c) for c in both.values())
-        found["repeated_ratio"] = statistics.median(_repeated_ratio(c) for c in both.values())
-        for level in LEVELS:  # by a stricter measure, too
+            # By a stricter measure, too.
             if gains := [g for c in both.values() if (g := c.gain_by_sync(level)) is not None]:
                 found[f"gain_min_{level}_by_sync"] = min(gains)
                 found[f"gain_mean_{level}_by_sync"] = statistics.mean(gains)
+        found["recover_ratio"] = statistics.median(_recover_ratio(c) for c in both.values())
+        found["start_warm_vs_cold"] = statistics.median(_warm_vs_cold(c) for c in both.values())
+        found["repeated_ratio"] = statistics.median(_repeated_ratio(c) for c in both.values())
         found["calm_ratio"] = statistics.median(c.longest.calm_ratio for c in both.values())
     steps = [r["step_ratio"] for r in rows if r.get("step_ratio") is not None]
     if steps:

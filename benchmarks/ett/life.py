@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from ckpt.layout import ledger_key
 from trainer.ett import read_report
 from trainer.ett.records import RunReport
 from trainer.ledger import read_ledger
+from trainer.tied import end_with_parent
 
 KILLS = (0.3, 0.55)
 PREEMPTED_AT = 0.8
@@ -31,8 +31,6 @@ FAILURES = len(KILLS) + 1
 _PRELOAD = ("--preload", "benchmarks.ett.ours", "--preload", "torch._inductor.compile_fx")
 _TIMEOUT_S = 900.0
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 def live(job: LifeJob) -> RunReport:
@@ -74,7 +72,7 @@ def _launched(
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - no other threads run here
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - no other threads run here
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -143,11 +141,6 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
         for one in came[:1]:
             signal.raise_signal(one)
-
-
-def _end_with_parent() -> None:
-    """In the launcher: SIGTERM, which it hands on, once this process is gone, however it ended."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _timeout_s(job: LifeJob) -> float:

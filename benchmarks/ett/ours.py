@@ -50,16 +50,7 @@ def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
 
     def compiled(net: Net, batches: Batches) -> Net:
         if job.compiled:
-            settings = CompileConfig(enabled=True, cache="compile_cache" not in job.without)
-            prepare(
-                net,
-                (batches.example,),
-                storage=storage,
-                trust=trust,
-                ledger=ledger,
-                settings=settings,
-                parts=["dense"],
-            )
+            prepare_dense(job, net, batches, ledger)
         return net
 
     if "overlap" not in job.without:
@@ -86,6 +77,19 @@ def _start(job: LifeJob, ledger: Ledger, stack: ExitStack) -> dict[str, Any]:
         span="init_plugins",
     )
     return {**start.run(), "storage": storage}
+
+
+def prepare_dense(job: LifeJob, net: Net, batches: Batches, ledger: Ledger) -> None:
+    """Compile the dense part, from the run's cache where there is one."""
+    prepare(
+        net,
+        (batches.example,),
+        storage=open_storage(job.folder),
+        trust=TrustList(trust_file()),
+        ledger=ledger,
+        settings=CompileConfig(enabled=True, cache="compile_cache" not in job.without),
+        parts=["dense"],
+    )
 
 
 class Served(torch.nn.Module):

@@ -20,6 +20,7 @@ from benchmarks.ett.life import check_lived, end_tree, undisturbed
 from benchmarks.ett.lives import Lives, figures
 from benchmarks.ett.pace import Pace
 from ckpt.errors import BadInputError, SidestageError
+from tests.processes import alive
 from trainer.ett.records import AREAS, Area, AttemptTime, Ended, Measured, RunReport, SaveTime
 
 SYNC = Figures(3.0, 3.0, 30.0, 30.0, 30.0, True, 1.0, 5.0)
@@ -284,13 +285,5 @@ def test_workers_in_a_session_of_their_own_end_with_their_launcher() -> None:
         signal.signal(signal.SIGINT, before)
     assert launcher.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while _alive(worker):  # killed; whoever inherited it has yet to reap it
+    while alive(worker):  # killed; whoever inherited it has yet to reap it
         assert time.monotonic() < deadline
-
-
-def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

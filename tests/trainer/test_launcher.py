@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import alive
 from tests.trainer.launch import ROOT
 
 PROGRAM = """
@@ -96,14 +97,6 @@ def test_workers_end_with_the_launcher_also_where_sigint_is_ignored(
     while any(alive(pid) for pid in (*workers, server)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.crash
