@@ -54,7 +54,6 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
     with ExitStack() as stack:
         with ledger.span("imports"):
             from ckpt.prefetch import Prefetch
-            from ckpt.storage import open_storage
             from trainer.config import load_config
             from trainer.quiet import quiet_libraries
 
@@ -63,9 +62,9 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
             if not config.run.serial_start:
                 with suppress(SidestageError):  # the start will meet it, too
                     # Its thread imports nothing, so that it can't disturb the imports here.
-                    ahead = stack.enter_context(Prefetch(open_storage(config.run.root)))
+                    ahead = stack.enter_context(Prefetch(config.run.root))
             quiet_libraries()
-            gc.disable()  # collections are a quarter of what imports take: trainer.uncollected
+            gc.disable()  # collections are a quarter of what imports take
             from trainer.train import train as run
 
             gc.freeze()
@@ -82,7 +81,7 @@ def train(config_path: Path, overrides: tuple[str, ...]) -> None:
     "--preload",
     multiple=True,
     metavar="MODULE",
-    help="Import this before workers are forked, instead of the reference trainer; may be repeated.",
+    help="Import this before workers are forked, instead of torch and torchrec; may be repeated.",
 )
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(preload: tuple[str, ...], arguments: tuple[str, ...]) -> None:
@@ -90,12 +89,11 @@ def launch(preload: tuple[str, ...], arguments: tuple[str, ...]) -> None:
 
         trainer launch --standalone --nproc-per-node 2 --max-restarts 3 -m trainer.cli train --config FILE
 
-    Any training program can be given, as to torchrun.
+    Any training program can be given, as to torchrun, and sees what it would see there.
     """
-    from trainer.launcher import PRELOAD
     from trainer.launcher import launch as run
 
-    run(arguments, preload or PRELOAD)
+    run(arguments, preload)
 
 
 @cli.command()
@@ -153,7 +151,7 @@ def ett(
 
 def main() -> None:
     """The `trainer` command."""
-    code = run_command(cli)
+    code = run_command(cli, hands_on="launch")
     if "torch" in sys.modules:
         from trainer.leaving import leave
 

@@ -176,7 +176,7 @@ class CompileCache:
                 "ignored",
                 f"{self._prefix} holds {len(archives)} that this host doesn't trust; if you know where "
                 f"they come from, add a sum, such as {next(iter(archives))}, as a line to "
-                f"{self._trust.path}",
+                f"{self._trust.place}",
             )
         return CacheLoad("none", "none is stored for this code, device and these versions")
 

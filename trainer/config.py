@@ -24,7 +24,7 @@ class RunConfig:
     epochs: passes over the training samples in all, earlier attempts included.
     device: "auto" takes CUDA where there is one.
     result: a JSON file for the figures of the run, written by rank 0 at the end.
-    ledger: a local folder for the ledger; default is the root itself, or a spool of this host.
+    ledger: a local folder for the ledgers of this run; default is the root itself, or a spool of this host.
     elastic: permit a restore at another world size than that of the checkpoint.
     serial_start: start stage by stage on one thread, always in the same order, to find a defect.
     """

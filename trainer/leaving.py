@@ -13,7 +13,7 @@ from typing import NoReturn
 def leave(code: int) -> NoReturn:
     """End this process: wait for its threads, run what is registered to run at exit, flush, and be gone.
 
-    A worker of a process pool, or of `trainer launch`, ends by SystemExit: its parent waits for a word.
+    A worker of a process pool ends by SystemExit: its parent waits for a word.
 
     What is left out is freeing every module and object of torch, whose memory goes with the process.
     """

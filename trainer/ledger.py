@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ckpt.errors import CorruptError, StorageError
+from ckpt.forks import forget_in_children
 from ckpt.types import Clock, SystemClock
 
 EVENTS = {
@@ -34,10 +35,10 @@ EVENTS = {
     "restored": "step, position, epoch (of the commit; null on an empty root)",
     "steps": "begin, step, position, data_s, overlay_s, fence_s, slot_s: all training steps from `begin` to "
     "`t`, the newest step's number, the global batches trained then, and what training waited for",
-    "saved": "step, blocked_s: save() has returned",
+    "saved": "step, blocked_s: save() has taken a snapshot",
     "save_committed": "step (from the persist thread)",
     "save_failed": "step, error (from the persist thread)",
-    "save_skipped": "step, error",
+    "save_skipped": "step, error; blocked_s where save() took no snapshot here, and there is no `saved`",
     "preempted": "step, position, asked (rank), why: all ranks stop here, because one was asked to end",
     "preempt_late": "grace_s: not stopped within the grace",
     "preempt_failed": "error: the ranks could not agree",
@@ -88,7 +89,8 @@ class Ledger:
     """Writes events as they happen, unbuffered. Events from before `open` are kept for it.
 
     Make it on the training thread. Methods may be called on any thread, but not in a signal
-    handler. It never stops training: when its disk fails it says so once in the log and falls silent.
+    handler. It never stops training: when its disk fails it says so once in the log and falls silent. In a
+    child that is forked while the file is open it takes everything and writes nothing.
 
     Args:
         clock: for tests; the machine's by default.
@@ -104,7 +106,7 @@ class Ledger:
         self._zero_s = self._clock.monotonic() - age_s
         self.created_at_s = self._clock.time() - age_s
         self._training_thread = threading.get_ident()
-        self._process = os.getpid()
+        self._forgotten = False
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._fd: int | None = None
@@ -130,6 +132,18 @@ class Ledger:
         self._alive_at: int | None = None  # where the last line begins, if it is a sign of life
         self._closed = threading.Event()
         self._beating: threading.Thread | None = None
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """In a forked child: the file is the parent's. Without one yet, the child may open its own."""
+        self._lock = threading.Lock()
+        if self._path is None:
+            return
+        self._forgotten = True
+        self._beating = None
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event."""
@@ -154,6 +168,7 @@ class Ledger:
             waits_s = sum(self._waits) - self._waits[_WAIT_NUMBER["slot"]]
             self.step_s = max(0.0, t - self._ended_s - self._spans_s - waits_s)
             self._spans_s = 0.0
+            told = self._line_at is None and self._told_s > self._ended_s
             if self._line_at is None:
                 begin, waits = self._ended_s, self._waits
                 if self._fd is not None:
@@ -168,8 +183,9 @@ class Ledger:
                 self._rewrite(self._line_at, _STEPS % (begin, t, step, position, *waits))
             self._waits = [0.0] * len(WAITS)
             self._ended_s = self._told_s = t
-            # The first step has a line of its own: its end is the end of the start.
-            if not self._stepped or t - begin >= _LONGEST_S:
+            # The first step has a line of its own: its end is the end of the start. So has one in which
+            # something was told, such as a commit: it's neither like those before nor like those after.
+            if not self._stepped or told or t - begin >= _LONGEST_S:
                 self._line_at = None
             self._stepped = True
 
@@ -229,18 +245,22 @@ class Ledger:
     def on_training_thread(self) -> bool:
         return threading.get_ident() == self._training_thread
 
-    def open(self, path: Path, *, beating: bool = False) -> None:
+    def open(self, path: str | os.PathLike[str], *, beating: bool = False) -> None:
         """Begin the file, which must not exist, and write what was recorded so far.
 
         beating: give signs of life until `close`, on a thread that wakes every `beat_s`.
 
         StorageError where it can't be made.
         """
+        path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as e:
-            raise StorageError(f"{path}: the ledger can't be written: {e.strerror}") from e
+            raise StorageError(
+                f"{path}: the ledger can't be written: {e.strerror}; name another folder in `ledger`, "
+                f"or in SIDESTAGE_SPOOL_DIR where the run is in an object store"
+            ) from e
         with self._lock:
             held, self._held = self._held, []
             self._path, self._fd = path, fd
@@ -271,7 +291,8 @@ class Ledger:
 
     def _append(self, data: bytes, *, first: bool = False) -> None:
         if self._fd is None:
-            self._held.insert(0 if first else len(self._held), data)
+            if not self._forgotten:
+                self._held.insert(0 if first else len(self._held), data)
             return
         self._size_bytes += len(data)
         self._alive_at = None
@@ -293,8 +314,8 @@ class Ledger:
             _log.warning("the ledger is incomplete from here on: %s", problem)
 
     def _at_exit(self) -> None:
-        """The last word, after `close` too. A fork isn't the process that this is about."""
-        if self._path is None or os.getpid() != self._process:
+        """The last word, after `close` too."""
+        if self._path is None or self._forgotten:
             return
         if self._fd is None:
             with suppress(OSError):  # the folder may be gone
@@ -304,7 +325,7 @@ class Ledger:
 
 
 class SaveEvents:
-    """An event sink that copies the ends of saves, and what training waited for, into a ledger."""
+    """An event sink that copies saves, their ends, and what training waited for, into a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -314,15 +335,20 @@ class SaveEvents:
             kept = {k: v for k, v in fields.items() if k == "step"}
             if "error" in fields:
                 kept["error"] = str(fields["error"])[:_LONGEST_ERROR]
+            if "blocked_s" in fields:
+                kept["blocked_s"] = round(fields["blocked_s"], 6)
             self._ledger.record(name, **kept)
+        elif name == "save_staged":
+            blocked_s = round(fields["blocked_s"], 6)
+            self._ledger.record("saved", step=fields["step"], blocked_s=blocked_s)
         elif name == "trainer_waited":
             self._ledger.waited(fields["why"], fields["wait_s"])
 
 
-def read_ledger(path: Path) -> list[dict[str, Any]]:
+def read_ledger(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The events of one file; see `parse_ledger`. StorageError if it can't be read."""
     try:
-        data = path.read_bytes()
+        data = Path(path).read_bytes()
     except OSError as e:
         raise StorageError(f"{path}: the ledger can't be read: {e.strerror}") from e
     return parse_ledger(data, str(path))
@@ -352,7 +378,8 @@ def parse_ledger(data: bytes, where: str, *, tail: bool = False) -> list[dict[st
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    for name in ("t", *_NUMBERS.get(event["event"], ())):
+    optional = ("blocked_s",) if "blocked_s" in event else ()
+    for name in ("t", *_NUMBERS.get(event["event"], ()), *optional):
         if not isinstance(event[name], int | float) or not math.isfinite(event[name]):
             raise ValueError(f"{name} is {event[name]!r}")
     return event

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ckpt.digest import digest_of
 from ckpt.errors import SidestageError
+from ckpt.forks import forget_in_children
 from ckpt.layout import EVENTS
 from ckpt.storage import Storage
 
@@ -22,33 +22,40 @@ _TAIL_BYTES = 4096  # more than two lines of steps
 _log = logging.getLogger("sidestage")
 
 
-def spool_of(folder: Path, url: str) -> Path:
-    """The spool of one root below the host's spool folder."""
-    return folder / digest_of(url.encode()).rpartition(":")[2]
-
-
 class Mirror:
     """Keeps a root's copy of the ledgers in a spool. Trouble is logged, and never stops training.
 
+    Each run has a folder of its own in the spool, where its ledgers lie under their keys: a root may have
+    been deleted and begun anew under the same name.
+
     Args:
-        spool: the local folder that the ledgers are written to, under their keys.
+        spool: the local folder of this root; see `trainer.spool`.
         storage: the root.
     """
 
     def __init__(self, spool: Path, storage: Storage) -> None:
         self._spool = spool
+        self._folder = spool
         self._storage = storage
         self._key: str | None = None
         self._lock = threading.Lock()  # of two copies of one file the longer must be the last
+        forget_in_children(self)
 
-    def follow(self, key: str) -> None:
-        """Copy this ledger from now on."""
+    def forget(self) -> None:
+        """In a forked child: the ledger is the parent's to copy."""
+        self._key = None
+        self._lock = threading.Lock()
+
+    def follow(self, run_id: str, key: str) -> Path:
+        """Copy this ledger of a run from now on; returns the file to write it to."""
+        self._folder = self._spool / run_id
         self._key = key
+        return self._folder / key
 
     def copy_left_over(self, rank: int) -> None:
-        """Copy this rank's ledgers of earlier attempts where the root's copy is missing or older."""
-        for path in sorted(self._spool.glob(f"{EVENTS}*/r{rank:05d}.jsonl")):
-            key = path.relative_to(self._spool).as_posix()
+        """Copy this rank's ledgers of the run's earlier attempts where the root's is missing or older."""
+        for path in sorted(self._folder.glob(f"{EVENTS}*/r{rank:05d}.jsonl")):
+            key = path.relative_to(self._folder).as_posix()
             if key != self._key and self._is_older(key, path.stat().st_size):
                 self._copy(key)
 
@@ -65,7 +72,7 @@ class Mirror:
     def _copy(self, key: str) -> None:
         with self._lock:
             try:
-                self._storage.put(key, (self._spool / key).read_bytes())
+                self._storage.put(key, (self._folder / key).read_bytes())
             except (SidestageError, OSError) as e:
                 _log.warning("the ledger was not copied to %s: %s", self._storage.url, e)
 
@@ -76,7 +83,7 @@ class Mirror:
             if stored_bytes != size_bytes:
                 return stored_bytes < size_bytes
             start = max(0, size_bytes - _TAIL_BYTES)
-            with (self._spool / key).open("rb") as file:
+            with (self._folder / key).open("rb") as file:
                 file.seek(start)
                 return file.read() != self._storage.read(key, start)
         except (SidestageError, OSError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 
-from ckpt.config import job_moments, launched_by_torchrun, launcher_pid, restart_count
+from ckpt.config import job_moments, launched_by_torchrun, restart_count
 from trainer.ledger import process_age_s
 
 
@@ -18,7 +19,7 @@ def origin() -> dict[str, str | float | None]:
     launcher_s = None
     if launched_by_torchrun() and restart_count() == 0:
         try:
-            launcher_s = round(time.time() - process_age_s(launcher_pid()), 6)
+            launcher_s = round(time.time() - process_age_s(os.getppid()), 6)
         except OSError:  # it is gone, or this isn't Linux
             launcher_s = None
     return {"host": socket.gethostname(), "launcher_created_at_s": launcher_s, **job_moments()}

@@ -100,7 +100,8 @@ def tensor_shape(tensor: Tensor) -> list[Any]:
 def tensor_value(tensor: Tensor) -> list[Any]:
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided:
         raise UnprovableError(f"a {type(tensor).__name__} of layout {tensor.layout}")
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # A copy: torch takes a tensor that numpy has seen for one that can't be resized any more.
+    data = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
     return ["tensor", *tensor_shape(tensor), sha256(data.numpy())]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ckpt.config import check_joined
 from ckpt.errors import BadInputError
 
 B = TypeVar("B")
@@ -42,6 +43,9 @@ class BatchReader(Generic[B]):
         event_times_s: Tensor | None = None,
     ) -> None:
         joined = dist.is_available() and dist.is_initialized()
+        self._assumed = not joined and (world_size is None or (rank is None and world_size > 1))
+        if self._assumed:
+            check_joined("a BatchReader")
         if world_size is None:
             world_size = dist.get_world_size() if joined else 1
         if rank is None:
@@ -91,6 +95,7 @@ class BatchReader(Generic[B]):
 
     def seek(self, position: int) -> None:
         """Go to a position, for iterators that begin after this."""
+        self._check_place()
         if position < 0:
             raise BadInputError(f"reader position {position} is below 0")
         self._position = position
@@ -98,12 +103,22 @@ class BatchReader(Generic[B]):
     def indices(self, position: int) -> Tensor:
         """Which samples this rank takes of the global batch at `position`: int64 (part,)."""
         start = position % self.batches_per_epoch * self._batch_size + self._rank * self._part
-        return torch.arange(start, start + self._part)
+        return torch.arange(start, start + self._part, device="cpu")
 
     def __iter__(self) -> Iterator[B]:
         """The batches from the present position to the end of its epoch."""
+        self._check_place()
         epoch = self.epoch
         while self.epoch == epoch:
             batch = self._fetch(self.indices(self._position))
             self._position += 1
             yield batch
+
+    def _check_place(self) -> None:
+        """Refuse a place that was assumed and is wrong: each rank would train on all of each batch."""
+        if self._assumed and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            raise BadInputError(
+                f"this BatchReader was made before the process group of {ranks} ranks, and would give each "
+                f"rank all of each batch: make it after torch.distributed.init_process_group, or pass rank "
+                f"and world_size"
+            )

@@ -12,6 +12,8 @@ pipeline passes `session.batches()` to `pipeline.progress` and tells `step` what
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,29 +24,36 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
-from ckpt.config import restart_count, spool_folder
-from ckpt.coordinator import join
-from ckpt.errors import BadInputError, DeadlineError, SaveError, SidestageError
+from ckpt.config import restart_count
+from ckpt.coordinator import join, revive
+from ckpt.errors import BadInputError, ConflictError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
+from ckpt.forks import forget_in_children
 from ckpt.layout import ledger_key
+from ckpt.outcomes import was_skipped
 from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
-from ckpt.storage import LocalStorage, Storage, open_storage, owned
+from ckpt.storage import LocalStorage, Root, owned, storage_of
 from ckpt.types import Clock, SystemClock
 from trainer.compile_spans import CompileSpans
 from trainer.failures import failures_before
+from trainer.feed import Feed
+from trainer.last_step import LastStep
 from trainer.ledger import Ledger, SaveEvents
-from trainer.mirror import Mirror, spool_of
+from trainer.mirror import Mirror
 from trainer.origin import origin
 from trainer.preemption import ALONE_S, PreemptedError, Preemption
 from trainer.schedule import SaveSchedule
+from trainer.spool import check_own, mark_own, spool_of
 from trainer.stopping import save_and_stop
 
 B_co = TypeVar("B_co", covariant=True)
 
-_NO_BATCH: Any = object()
+_log = logging.getLogger("sidestage")
+
 _OWN = "session"
 _RNG = "rng"
+_SOON_S = 0.5  # an error and the request to end may have one cause, and come in either order
 
 
 class Reader(Protocol[B_co]):
@@ -74,7 +83,7 @@ class Session(Generic[B_co]):
     """One attempt at training. Make it on every rank, after the process group.
 
     Args:
-        root: where the run is kept: a path, a URL or a Storage.
+        root: where the run is kept: a path (text or a pathlib.Path), a URL or a Storage.
         state: what to save: a dict of modules, optimizers, schedules, values. Random number
             generators, the step and the reader's position are added; its keys "rng" and
             "session" are therefore taken.
@@ -86,8 +95,8 @@ class Session(Generic[B_co]):
         prefetched: what the start began early to read ahead of this root.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
-        ledger: a local folder for the ledger; by default the root itself where that is local, else
-            a spool folder of this host, from which it is copied to the root.
+        ledger: a local folder for the ledgers of this run alone; by default the root itself where that
+            is local, else a spool folder of this host, from which they are copied to the root.
         grace_s: from SIGTERM on any rank until all of them have saved and ended, see
             trainer.preemption; None leaves the signal alone.
         preempt_when: asked a few times a second; True asks all ranks to end, as SIGTERM does.
@@ -96,7 +105,7 @@ class Session(Generic[B_co]):
 
     def __init__(  # noqa: PLR0913 - all but the first three have defaults and are keyword-only
         self,
-        root: str | Storage,
+        root: Root,
         state: Mapping[str, Any],
         reader: Reader[B_co],
         *,
@@ -105,7 +114,7 @@ class Session(Generic[B_co]):
         elastic: bool = False,
         prefetched: Prefetch | None = None,
         annotations: Mapping[str, str] | None = None,
-        ledger: Path | None = None,
+        ledger: str | os.PathLike[str] | None = None,
         events: Ledger | None = None,
         grace_s: float | None = 25.0,
         preempt_when: Callable[[], bool] | None = None,
@@ -116,17 +125,25 @@ class Session(Generic[B_co]):
             raise BadInputError(f"state: the key {taken[0]!r} is the session's own; rename yours")
         if grace_s is not None and not grace_s > 0:
             raise BadInputError(f"grace_s = {grace_s}: give seconds above 0, or None")
-        storage = open_storage(root) if isinstance(root, str) else root
+        storage = storage_of(root)
         self._ledger = events or Ledger(clock)
         self._compilations = CompileSpans(self._ledger)
         self._clock = clock or SystemClock()
         self._schedule = SaveSchedule(save_every, self._clock)
         self._mirror: Mirror | None = None
-        if ledger is None and not isinstance(owned(storage), LocalStorage):
-            ledger = spool_of(spool_folder(), storage.url)
-            self._mirror = Mirror(ledger, storage)
-        self._ledger_root = ledger or Path(storage.url)
+        self._ledger_folder = None if ledger is None else Path(ledger)
+        if self._ledger_folder is not None:
+            check_own(self._ledger_folder, storage)
+        elif not isinstance(owned(storage), LocalStorage):
+            self._mirror = Mirror(spool_of(storage.url), storage)
         self._reader = reader
+        self._feed = Feed(
+            reader,
+            self._ledger,
+            self._clock,
+            lambda: self._preemption is not None and self._preemption.asked_within(_SOON_S),
+            lambda: self._preemption.signals if self._preemption is not None else None,
+        )
         self._elastic = elastic
         self._prefetched = prefetched
         self._progress = {"step": 0, "position": 0, "batch_size": reader.batch_size}
@@ -145,9 +162,13 @@ class Session(Generic[B_co]):
         self._grace_s = grace_s
         self._preempt_when = preempt_when
         self._preemption: Preemption | None = None
-        self._saved_step = 0
+        self._newest: SaveHandle | None = None
         self._entered = False
-        self._began = False
+        self._last: LastStep | None = None
+        self._gated = False  # the batch of this step came through `batches`, on the training thread
+        self._stopping = False  # at the place where all ranks stop
+        self._elsewhere = False  # this is a child that was forked off
+        forget_in_children(self)
 
     @property
     def steps(self) -> int:
@@ -172,8 +193,11 @@ class Session(Generic[B_co]):
                 self._grace_s,
                 self._checkpointer.flush,
                 when=self._preempt_when,
+                fatal=lambda: self._checkpointer.fatal,
                 say=self._ledger.record,
+                waiting=lambda: self._ledger.span("shutdown"),
             )
+            self._last = LastStep()
         try:
             with self._ledger.span("restore"):
                 self.restored = self._checkpointer.restore(
@@ -182,29 +206,27 @@ class Session(Generic[B_co]):
             with self._ledger.span("pre_train"):
                 self._begin()
             self._entered = True
-            self.poll()  # asked while it restored: nothing is trained
+            self._tick(self.steps)  # asked while it restored: nothing is trained
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
             raise
         return self
 
     def batches(self) -> Iterator[B_co]:
-        """The reader's batches from where training stands."""
+        """The reader's batches from where training stands.
+
+        Raises PreemptedError where all ranks stop here, see `poll`. A reader that fails after one was asked
+        to end, such as for workers that the same signal has ended, is iterated anew from where it was.
+        """
         self._check_entered()
         self._compilations.attach()
-        batches = iter(self._reader)
-        while True:
-            if not self._began:
-                with self._ledger.span("get_first_batch_data"):
-                    batch = next(batches, _NO_BATCH)
-                self._began = batch is not _NO_BATCH
-            else:
-                asked_s = self._clock.monotonic()
-                batch = next(batches, _NO_BATCH)
-                if self._ledger.on_training_thread:  # else the reader is ahead, and nobody waits
-                    self._ledger.waited("data", self._clock.monotonic() - asked_s)
-            if batch is _NO_BATCH:
-                return
+        for batch in self._feed.batches():
+            if self._ledger.on_training_thread:
+                if self._preemption is not None and self._preemption.begins():
+                    self._stop(self._preemption)
+                self._gated = True
+            if self._last is not None:
+                self._last.begins()
             yield batch
 
     def step(self, in_flight: int = 0) -> SaveHandle | None:
@@ -217,6 +239,9 @@ class Session(Generic[B_co]):
         Raises BadInputError if no batch was trained on since the last step: `in_flight` is wrong.
         """
         self._check_entered()
+        gated, self._gated = self._gated, False
+        if self._last is not None:
+            self._last.begins()  # what fails below leaves a step that isn't counted
         position = self._reader.position - in_flight
         if position <= self.position:
             raise BadInputError(
@@ -226,10 +251,16 @@ class Session(Generic[B_co]):
             )
         self._progress["step"] += 1
         self._progress["position"] = position
+        if self._last is not None:
+            self._last.counted(in_flight)
         self._ledger.stepped(self.steps, position)
         due = self._schedule.due(self.steps, self._ledger.step_s, self.stats)
-        handle = self.save() if due else None
-        self.poll()
+        fatal = self._checkpointer.fatal is not None
+        if due and fatal:
+            self._checkpointer.decline()  # the other ranks may not know yet, and save
+        self._end_if_fatal()
+        handle = self.save() if due and not fatal else None
+        self._tick(self.steps, free=gated and not in_flight)
         return handle
 
     def poll(self) -> None:
@@ -238,19 +269,28 @@ class Session(Generic[B_co]):
         `step` is one. Call this in phases that train nothing and take long, such as for each batch of
         an evaluation: on every rank, equally often.
 
-        Raises PreemptedError at the place where all ranks stop, after they have saved.
+        Raises PreemptedError at the place where all ranks stop, after they have saved; there also, once it
+        is known, what no later save can mend, see `Checkpointer.fatal`.
         """
         self._check_entered()
-        if self._preemption is not None and self._preemption.tick():
+        self._end_if_fatal()
+        self._tick()
+
+    def _tick(self, step: int | None = None, *, free: bool = False) -> None:
+        if self._preemption is not None and self._preemption.tick(step, free=free):
             self._stop(self._preemption)
+
+    def _end_if_fatal(self) -> None:
+        """Several ranks stop at one place, by agreement, if they can agree."""
+        if self._preemption is None or self._coordinator.world_size == 1:
+            self._checkpointer.raise_fatal()
 
     def save(self) -> SaveHandle:
         """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
         self._check_entered()
         with self._ledger.span("blocked_in_save"):
             handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
-        self._saved_step = self.steps
-        self._ledger.record("saved", step=handle.step, blocked_s=round(handle.blocked_s, 6))
+        self._newest = handle
         self._schedule.saved(handle)
         return handle
 
@@ -275,10 +315,12 @@ class Session(Generic[B_co]):
     def _drain(self) -> None:
         with suppress(DeadlineError):  # so that no policy can skip the last save; slow ones go on
             self._checkpointer.wait()
-        if self._saved_step < self.steps:
+        if self._unsaved:
             self.save()
             self._checkpointer.wait()
         last = self.stats.last_commit
+        if (last.step if last else self._restored_step) < self.steps:
+            self._checkpointer.raise_fatal()
         if self.steps and (last.step if last else self._restored_step) < self.steps:
             raise SaveError(
                 f"the last step, {self.steps}, was not committed: {self.stats.last_error}; "
@@ -291,17 +333,22 @@ class Session(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._elsewhere:
+            return  # all of this is the parent's
         self._compilations.detach()
         self._ledger.record("closing", error=_said(error))
+        stop: BaseException | None = None
         try:
             try:
                 if error is None:
                     self.finish()
+                else:
+                    stop = self._stopped_after(error)
             except Exception as e:
                 self._ledger.record("closing", error=_said(e))
                 raise
             finally:
-                self._checkpointer.close(self._drain_limit_s(error))
+                self._checkpointer.close(self._drain_limit_s(stop or error))
         except SidestageError:
             if error is None:  # never hide what ended the block
                 raise
@@ -309,22 +356,54 @@ class Session(Generic[B_co]):
             self._entered = False
             if self._preemption is not None:
                 self._preemption.close()
+            if self._last is not None:
+                self._last.close()
             self._ledger.record("closed")
             self._ledger.close()
             if self._mirror is not None:
                 self._mirror.copy()
+        if stop is not None:
+            raise stop from error
         postponed = self._preemption.postponed if self._preemption is not None else None
         if error is None and postponed is not None:
             raise postponed  # asked too late to stop at a step
 
     def _drain_limit_s(self, error: BaseException | None) -> float | None:
         """After an error: 0 where a dead rank's part is missing, for such a save never ends."""
+        if isinstance(self._checkpointer.fatal, ConflictError):
+            return 0.0  # nothing can be committed any more
         if error is None or isinstance(error, PreemptedError) or self._preemption is None:
+            return None
+        if self._stopping:
             return None
         self._preemption.failing()
         if self._checkpointer.flush(ALONE_S) or self._preemption.all_here():
             return None
         return 0.0
+
+    def _stopped_after(self, error: BaseException) -> BaseException | None:
+        """What ends the block instead of an error that followed a request to end; None: that error.
+
+        All ranks save the last whole step, if it is still whole on each of them, and the same.
+        """
+        p, last = self._preemption, self._last
+        if p is None or last is None or self._stopping:
+            return None
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, ConflictError):
+            return None
+        whole = last.whole
+        if not p.asked_within(_SOON_S if whole else 0.0) or not p.stops_here(whole=whole):
+            return None
+        _log.warning("an error has followed the request to end: %s", _said(error))
+        try:
+            self._stop(p)
+        except Exception as stop:
+            return stop
+
+    def forget(self) -> None:
+        """In a forked child: nothing of this is its own."""
+        self._elsewhere = True
+        self._entered = False
 
     def _begin(self) -> None:
         """Take up where the checkpoint left off, and open the ledger of this attempt."""
@@ -334,22 +413,26 @@ class Session(Generic[B_co]):
                 f"the checkpoint counts batches of {saved} samples and the reader's have {wanted}: "
                 f"its position would point to other data; keep the batch size"
             )
-        self._saved_step = self.steps
         self._reader.seek(self.position)
+        if self._last is not None:
+            self._last.counted(0)
         epoch = self.restored.commit.epoch if self.restored else None
         self._ledger.record("restored", step=self.steps, position=self.position, epoch=epoch)
         attempt = self._checkpointer.attempt
         assert attempt is not None, "restore() has claimed an epoch"
         key = ledger_key(attempt.epoch, _rank())
-        if self._mirror is not None:
-            self._mirror.copy_left_over(_rank())
-            self._mirror.follow(key)
         root = self._checkpointer.storage
-        ledgers = LocalStorage(self._ledger_root) if self._mirror is None else root
+        ledgers, file = root, Path(root.url) / key
+        if self._mirror is not None:
+            file = self._mirror.follow(attempt.run_id, key)
+            self._mirror.copy_left_over(_rank())
+        elif self._ledger_folder is not None:
+            mark_own(self._ledger_folder, root)
+            ledgers, file = LocalStorage(self._ledger_folder), self._ledger_folder / key
         self._schedule.begin(
             self.steps, self._coordinator, lambda: failures_before(attempt.epoch, root, ledgers)
         )
-        self._ledger.open(self._ledger_root / key, beating=True)
+        self._ledger.open(file, beating=True)
 
     def _event_time(self) -> dict[str, str]:
         """The annotation with the event time of the newest batch trained, if the reader knows it."""
@@ -368,17 +451,37 @@ class Session(Generic[B_co]):
         """All ranks are at the place where they stop. Collective."""
         ask = preemption.ask
         assert ask is not None, "nobody stops unasked"
+        self._stopping = True
+        if ask.error is not None:
+            raise revive(dict(ask.error))
         self._ledger.record(
             "preempted", step=self.steps, position=self.position, asked=ask.rank, why=ask.why
         )
-        unsaved = self.save if self._saved_step < self.steps else None
-        save_and_stop(preemption, self._checkpointer, self.steps, self._restored_step, unsaved)
+        save_and_stop(
+            preemption,
+            self._checkpointer,
+            self.steps,
+            self._restored_step,
+            lambda: self.save() if self._unsaved else None,
+        )
+
+    @property
+    def _unsaved(self) -> bool:
+        """Is there no save of the last step, or one that was skipped? All ranks know once none is pending."""
+        newest = self._newest
+        if newest is None or newest.step < self.steps:
+            return self.steps > self._restored_step
+        return was_skipped(newest.committed)
 
     @property
     def _restored_step(self) -> int:
         return self.restored.step if self.restored else 0
 
     def _check_entered(self) -> None:
+        if self._elsewhere:
+            raise BadInputError(
+                "this session is that of the process which forked this one; use it there"
+            )
         if not self._entered:
             raise BadInputError(
                 "the session isn't open: use it inside `with Session(...) as session:`"

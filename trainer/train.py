@@ -16,7 +16,7 @@ import torch
 from ckpt.config import restart_count, trust_file
 from ckpt.errors import BadInputError
 from ckpt.prefetch import Prefetch
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage, check_place, open_storage
 from ckpt.trust import TrustList
 from trainer.config import TrainConfig, launched_place
 from trainer.description import ServedModel, describe_once
@@ -96,7 +96,7 @@ def _start(
     start.stage("preproc_creation", lambda: _load(config))
     start.stage(
         "storage",
-        lambda: prefetched.storage if prefetched else open_storage(config.run.root),
+        lambda: _opened(config, prefetched),
         span="init_plugins",
     )
     stage(
@@ -181,6 +181,13 @@ def _compile(
             parts=DENSE_PARTS,
         )
     return model
+
+
+def _opened(config: TrainConfig, prefetched: Prefetch | None) -> Storage:
+    """The root, refused before other stages write to it."""
+    storage = prefetched.storage if prefetched else open_storage(config.run.root)
+    check_place(storage)
+    return storage
 
 
 def _reader(config: TrainConfig, data: MovieLens, place: Place) -> BatchReader[Any]:

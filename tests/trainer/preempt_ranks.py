@@ -19,15 +19,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Subset
 
-from ckpt import CheckpointConfig
+from ckpt import CheckpointConfig, Checkpointer
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, SidestageError
 from ckpt.storage import LocalStorage
 from trainer import Session
 
 RANKS = 2
-TOLD = ("training", "saving", "evaluating", "deaf", "dead")
+TOLD = ("training", "saving", "evaluating", "deaf", "dead", "loader")
+
+
+def supersede(folder: Path) -> None:
+    """Another job begins to train on the same root."""
+    with Checkpointer(str(folder), rank=0, world_size=1) as other:
+        other.restore({}, partial=True, elastic=True)
 
 
 class Endless:
@@ -50,6 +57,32 @@ class Endless:
             yield self.position
 
 
+class Numbers:
+    """A data set, for workers that are ended by the signal, too."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, n: int) -> int:
+        return n
+
+
+class Loading(Endless):
+    """Batches of two worker processes, from any position on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = DataLoader(
+            Subset(Numbers(), range(2 * self.position, 10**6)),
+            batch_size=2,
+            num_workers=2,
+            multiprocessing_context="fork",
+        )
+        for batch in loader:
+            assert batch.tolist() == [2 * self.position, 2 * self.position + 1]
+            self.position += 1
+            yield batch
+
+
 def train(folder: Path, scenario: str, tell: int) -> None:
     """One rank: a step is an all_reduce. `tell` is written to, a byte for each step or poll."""
     model = torch.nn.Linear(4, 4)
@@ -59,13 +92,15 @@ def train(folder: Path, scenario: str, tell: int) -> None:
     session = Session(
         str(folder),
         {"model": model},
-        Endless(scenario),
+        Loading(scenario) if scenario == "loader" else Endless(scenario),
         save_every={
             "saving": 4,
             "deaf": 4,
             "orphan": 4,
             "raising": 4,
             "one raises": 4,
+            "superseded": 4,
+            "known to one": 1,
             "killed": 2,
             "whole": 2,
         }.get(scenario, 1000),
@@ -89,6 +124,13 @@ def train(folder: Path, scenario: str, tell: int) -> None:
                 os.write(tell, b"d")
                 if dist.get_rank() == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
+            if scenario == "known to one" and session.steps == 4:
+                session._checkpointer.wait()
+                dist.barrier()
+                if dist.get_rank() == 0:  # as it finds out while nothing is saved
+                    supersede(folder)
+                    session._checkpointer._look()
+                dist.barrier()
             session.step()
             if scenario == "orphan" and session.steps == 8:
                 os.write(tell, b"d")
@@ -103,6 +145,8 @@ def train(folder: Path, scenario: str, tell: int) -> None:
 
 
 def rank_main(folder: Path, scenario: str, rank: int, store: Any, tell: int) -> int:
+    if scenario == "loader":
+        os.setsid()  # as torchrun's workers: the whole group is told
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     try:
         train(folder, scenario, tell)
@@ -133,10 +177,15 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
         os.close(write_end)
     if scenario == "dead":
         asked = 1
-    if scenario in ("whole", "orphan", "raising", "one raises", "one stays out"):
+    if scenario in ("whole", "orphan", "raising", "one raises", "one stays out", "known to one"):
+        asked = None
+    if scenario == "superseded":
+        os.read(ends[0][0], 1)  # it trains
+        supersede(folder)
         asked = None
     wanted, count = {"evaluating": b"e", "deaf": b"d", "dead": b"d"}.get(scenario, b"."), 0
-    after = random.Random(life).randrange(5, 60) if scenario in ("training", "saving") else 1
+    anywhere = scenario in ("training", "saving", "loader")
+    after = random.Random(life).randrange(5, 60) if anywhere else 1
     if scenario == "killed":
         after = 3 + life % 4  # steps 2 and 4 are saved: in one save, between two, in the other
     while asked is not None and count < after and (byte := os.read(ends[asked][0], 1)):
@@ -144,7 +193,11 @@ def one_life(folder: Path, scenario: str, life: int, server: Any) -> dict[str, A
     if scenario == "killed":
         time.sleep(random.Random(life).random() / 100)  # anywhere in the save, which takes so long
     for rank in range(RANKS) if scenario == "killed" else [asked] if scenario in TOLD else []:
-        os.kill(pids[rank], signal.SIGKILL if scenario == "killed" else signal.SIGTERM)
+        if scenario == "loader":
+            for pid in pids:
+                os.killpg(pid, signal.SIGTERM)
+        else:
+            os.kill(pids[rank], signal.SIGKILL if scenario == "killed" else signal.SIGTERM)
     codes = []
     for pid, (read_end, _) in zip(pids, ends, strict=True):
         while os.read(read_end, 4096):

@@ -14,8 +14,11 @@ from ckpt.layout import ledger_key
 from tests.trainer.fake_clock import FakeClock
 from tests.trainer.scripted_run import Script, check_sums, spent
 from trainer.ett import fleet, losses, read_report, report
+from trainer.ett.exports import prometheus_registry
 from trainer.ett.positions import Trained
-from trainer.ledger import Ledger
+from trainer.ett.table import show
+from trainer.ett.written import as_dict
+from trainer.ledger import Ledger, SaveEvents, read_ledger
 
 
 def test_case_d48_repeated_steps_count_once(tmp_path: Path) -> None:
@@ -343,6 +346,87 @@ def test_measures_what_saves_cost(tmp_path: Path) -> None:
     assert m.interval_s == pytest.approx((30 + 52 + 52) / 3)
     assert m.step_s == pytest.approx(1.0)
     assert (m.failures_per_day, m.recover_s) == (None, None)
+
+
+@pytest.mark.parametrize("how", ["save_committed", "save_failed"])
+def test_a_step_is_calm_only_if_no_save_was_written_in_any_of_it(tmp_path: Path, how: str) -> None:
+    run = Script(tmp_path)
+    ledger = run.begin(1)
+    step = 0
+    for _ in range(3):
+        run.steps(ledger, step + 1, step + 30)
+        run.save(ledger, step + 30, 0.5)
+        run.steps(ledger, step + 31, step + 49, 1.5)
+        run.clock.advance(1.125)
+        ledger.record(how, step=step + 30)  # told by a persist thread, in the middle of a step
+        run.steps(ledger, step + 50, step + 50, 0.375)
+        step += 50
+    run.save(ledger, step, 0.5)  # lost
+    run.steps(ledger, step + 1, step + 20, 1.5)
+    run.clock.advance(1)
+    ledger.record("closing", error="RuntimeError: killed")
+    m = read_report(tmp_path).measured
+    assert m.step_s == pytest.approx(1.0)
+    assert m.block_s == pytest.approx(0.5 + 20 * 0.5)
+
+
+def test_case_e43_saves_are_told_as_they_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One is skipped here and its step saved again; one is skipped by another rank; one fails."""
+    run = Script(tmp_path)
+    ledger = run.begin(1)
+    events = SaveEvents(ledger)
+    run.steps(ledger, 1, 4)
+    events.emit("save_staged", step=4, blocked_s=0.0, staged_bytes=1, guarded_bytes=0)
+    run.steps(ledger, 5, 8)
+    with ledger.span("blocked_in_save"):
+        run.clock.advance(0.5)
+        events.emit("save_skipped", step=8, error="1 earlier saves are pending", blocked_s=0.5)
+    events.emit("save_committed", step=4, epoch=1)
+    events.emit("save_staged", step=8, blocked_s=0.0, staged_bytes=1, guarded_bytes=0)
+    events.emit("save_committed", step=8, epoch=1)
+    run.steps(ledger, 9, 12)
+    events.emit("save_failed", step=12, error="no room")  # before save() has returned
+    events.emit("save_staged", step=12, blocked_s=0.25, staged_bytes=1, guarded_bytes=0)
+    run.steps(ledger, 13, 16)
+    events.emit("save_staged", step=16, blocked_s=0.0, staged_bytes=1, guarded_bytes=0)
+    events.emit("save_skipped", step=16, error="rank 1: step 16: skipped")
+    run.close(ledger)
+    told = [e["event"] for e in read_ledger(tmp_path / ledger_key(1, 0))]
+    assert (told.count("saved"), told.count("save_skipped")) == (4, 2)
+    found = read_report(tmp_path)
+    check_sums(found)
+    assert [(s.step, s.outcome, s.blocked_s) for s in found.attempts[0].saves] == [
+        *((4, "committed", 0), (8, "skipped", 0.5), (8, "committed", 0)),
+        *((12, "failed", 0.25), (16, "skipped", 0)),
+    ]
+    skipped = found.attempts[0].saves[1]
+    assert skipped.error == "1 earlier saves are pending"
+    assert skipped.at_s - found.attempts[0].started_at_s == pytest.approx(8)
+    assert found.areas["blocked_in_save"] == pytest.approx(0.5)
+    assert as_dict([found], None)["saves"] == found.saves
+    assert found.saves == {"committed": 2, "failed": 1, "skipped": 2, "lost": 0}
+    show([found], None)
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "│ skipped saves │ 2 │ 2 │ │" in shown
+    assert "2 saves skipped, the last one: rank 1: step 16: skipped (step 16)." in shown
+    assert "1 saves failed, the last one: no room (step 12)." in shown
+    sample = prometheus_registry([found]).get_sample_value
+    assert sample("sidestage_ett_saves_skipped", {"root": found.root}) == 2
+    assert sample("sidestage_ett_saves_failed", {"root": found.root}) == 1
+
+
+def test_ledgers_of_before_say_saved_of_a_save_that_was_skipped(tmp_path: Path) -> None:
+    run = Script(tmp_path)
+    ledger = run.begin(1)
+    run.steps(ledger, 1, 4)
+    ledger.record("save_skipped", step=4, error="busy")
+    ledger.record("saved", step=4, blocked_s=0.0)
+    run.close(ledger)
+    assert [(s.step, s.outcome) for s in read_report(tmp_path).attempts[0].saves] == [
+        (4, "skipped")
+    ]
 
 
 def test_a_fleet_weighs_runs_by_wall_time_and_ranks(tmp_path: Path) -> None:

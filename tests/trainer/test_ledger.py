@@ -73,6 +73,7 @@ def test_steps_share_a_line_until_something_else_happens_or_ten_seconds_have_pas
     step(2)
     ledger.waited("data", 0.25)
     ledger.waited("fence", 0.0625)
+    clock.advance(0.25)
     ledger.record("save_committed", step=1)  # told by another thread, inside of step 3
     step(3)
     for n in range(4, 15):
@@ -83,8 +84,10 @@ def test_steps_share_a_line_until_something_else_happens_or_ten_seconds_have_pas
         # The first step has a line of its own, and begins after what came before: not the compilation.
         (3.0, 5.0, 1, 1, 0.0, 0.0, 0.0, 0.0),
         (5.0, 6.0, 2, 2, 0.25, 0.0, 0.0, 0.125),
-        (6.0, 16.0, 12, 12, 0.25, 4.5, 0.0625, 0.0),
-        (16.0, 18.0, 14, 14, 0.0, 1.0, 0.0, 0.0),
+        # And so has one in which something was told.
+        (6.0, 7.25, 3, 3, 0.25, 0.0, 0.0625, 0.0),
+        (7.25, 17.25, 13, 13, 0.0, 5.0, 0.0, 0.0),
+        (17.25, 18.25, 14, 14, 0.0, 0.5, 0.0, 0.0),
     ]
 
 
@@ -205,14 +208,17 @@ def test_copies_the_ends_of_saves_and_waits(tmp_path: Path) -> None:
     sink.emit("save_staged", step=5, blocked_s=0.1)
     sink.emit("save_committed", step=5, epoch=2)
     sink.emit("save_failed", step=6, error="no space")
+    sink.emit("save_skipped", step=7, error="busy", blocked_s=0.25)
     sink.emit("trainer_waited", why="fence", wait_s=0.5)
     ledger.stepped(7, 7)
     ledger.close()
     *ends, steps = read_ledger(tmp_path / "a.jsonl")[1:]
     assert steps["fence_s"] == 0.5
     assert ends == [
+        {"event": "saved", "t": 0.0, "step": 5, "blocked_s": 0.1},
         {"event": "save_committed", "t": 0.0, "step": 5},
         {"event": "save_failed", "t": 0.0, "step": 6, "error": "no space"},
+        {"event": "save_skipped", "t": 0.0, "step": 7, "error": "busy", "blocked_s": 0.25},
     ]
 
 

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.catalog import Catalog
-from ckpt.coordinator import Coordinator
-from ckpt.errors import BadInputError
+from ckpt.coordinator import Coordinator, revive
+from ckpt.errors import BadInputError, ConflictError
 from ckpt.storage import LocalStorage
 from ckpt.verify import verify_commit
 from trainer import Session
@@ -80,6 +83,40 @@ def test_case_d46_during_a_save(tmp_path: Path) -> None:
         for info in Catalog(storage).commits():
             assert info.record is not None
             assert verify_commit(storage, info.record, level="full").ok
+
+
+@pytest.mark.distributed
+def test_case_e14_workers_of_a_loader_die_of_the_same_signal(tmp_path: Path) -> None:
+    """The whole process group of each rank is told, as SLURM and torchrun tell it."""
+    found = lives(tmp_path, "loader", 8)
+    assert [f["codes"] for f in found] == [[PREEMPTED, PREEMPTED]] * 8
+    assert [len(f["steps"]) for f in found] == [1] * 8
+    for n, life in enumerate(found):
+        (attempt,) = read_report(tmp_path / str(n)).attempts
+        assert attempt.ended == "preempted"
+        assert [attempt.last_step] == life["steps"], "the last whole step"
+
+
+@pytest.mark.distributed
+def test_case_e40_ranks_that_are_superseded_end_at_one_step(tmp_path: Path) -> None:
+    """Found out at a commit; neither is left in a collective with the other one gone."""
+    found = lives(tmp_path, "superseded", 3)
+    assert [f["codes"] for f in found] == [[ConflictError.exit_code] * 2] * 3
+    for n in range(3):
+        first, *_ = read_report(tmp_path / str(n)).attempts
+        assert first.ended == "failed"
+        assert first.ranks == 2
+
+
+@pytest.mark.distributed
+def test_case_e40_what_one_rank_knows_first_leaves_no_save_of_another_waiting(
+    tmp_path: Path,
+) -> None:
+    """A save that is due before all have agreed where to stop."""
+    began_s = time.monotonic()
+    found = lives(tmp_path, "known to one", 1)
+    assert [f["codes"] for f in found] == [[ConflictError.exit_code] * 2]
+    assert time.monotonic() - began_s < 45, "less than stall_limit_s"
 
 
 @pytest.mark.distributed
@@ -213,6 +250,31 @@ def test_a_rank_that_ends_does_not_wait_for_one_that_is_gone(store: Any) -> None
     assert rank.ended == []
 
 
+def test_the_training_threads_waits_for_an_agreement_are_told(store: Any) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        entered.set()
+        yield
+        left.set()
+
+    rank = Rank(0, store, agree_s=3600.0, waiting=waiting)
+
+    def train() -> None:
+        while not entered.is_set():
+            rank.preemption.tick()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    rank.asks = True
+    assert entered.wait(60)
+    assert not left.is_set()
+    rank.preemption.close()
+    trainer.join(60)
+    assert left.is_set()
+
+
 PATIENT: Any = {"answer_s": 3600.0, "agree_s": 3600.0}
 
 
@@ -320,6 +382,259 @@ def test_a_callback_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     p.close()
     assert caplog.text.count("it isn't asked any more") == 1
     assert not p.tick()
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[int]]:
+    """SIGALRM as a profiler of the trainer's own handles it: all that came."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: came.append(number))
+    yield came
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_signals_of_others_do_not_wake_the_watcher_up(alarms: list[int]) -> None:
+    looks: list[None] = []
+    p = Preemption(
+        *(Coordinator(0, 1, None, ""), 1.0, lambda timeout_s: True),
+        when=lambda: bool(looks.append(None)),  # type: ignore[func-returns-value]
+    )
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    while len(alarms) < 300:
+        signal.pause()
+    p.close()
+    assert len(looks) < 100
+
+
+def test_a_flood_of_signals_while_the_watcher_is_busy_does_no_harm(alarms: list[int]) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        asked.set()
+        return not goes_on.wait(60)
+
+    p = Preemption(Coordinator(0, 1, None, ""), 1.0, lambda timeout_s: True, when=slow)
+    assert asked.wait(60)
+    for _ in range(1 << 17):
+        signal.raise_signal(signal.SIGALRM)
+    p.failing()
+    goes_on.set()
+    p.close()
+
+
+# -- a loop that raises after the request -------------------------------------------------------
+
+
+class Loops:
+    """Two ranks that have been asked to end, after so many steps, and have agreed on a tick."""
+
+    def __init__(self, store: Any, *steps: int, **options: Any) -> None:
+        options = {"agree_s": 60.0, "together_s": 60.0, "grace_s": 240.0, **options}
+        self.ranks = [Rank(r, store, **options) for r in (0, 1)]
+        for rank, count in zip(self.ranks, steps, strict=True):
+            for step in range(1, count + 1):
+                assert not rank.preemption.begins()
+                assert not rank.preemption.tick(step, free=True)
+        self.ranks[0].asks = True
+        assert json.loads(store.get("t/preempt-stop/out")) == {"tick": max(steps) + 1}
+        self._pool = ThreadPoolExecutor(2)
+
+    def both(
+        self, first: Callable[[Preemption], bool], second: Callable[[Preemption], bool]
+    ) -> Any:
+        acts = zip((first, second), self.ranks, strict=True)
+        futures = [self._pool.submit(act, rank.preemption) for act, rank in acts]
+        return [f.result(60) for f in futures]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.preemption.close()
+            assert rank.ended == []
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def loops(store: Any) -> Iterator[Callable[..., Loops]]:
+    made: list[Loops] = []
+
+    def make(*steps: int, **options: Any) -> Loops:
+        made.append(Loops(store, *steps, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def begins(p: Preemption) -> bool:
+    return p.begins()
+
+
+def polls(p: Preemption) -> bool:
+    return p.tick()
+
+
+def ends_step(step: int) -> Callable[[Preemption], bool]:
+    """And asks for the next batch, if it goes on."""
+    return lambda p: p.tick(step, free=True) or p.begins()
+
+
+def raises(p: Preemption) -> bool:
+    return p.stops_here(whole=True)
+
+
+def raises_torn(p: Preemption) -> bool:
+    return p.stops_here(whole=False)
+
+
+def nothing(p: Preemption) -> bool:
+    return False
+
+
+def test_case_e14_loops_that_raise_after_one_step_stop_there(loops: Any) -> None:
+    assert loops(3, 3).both(raises, raises) == [True, True]
+
+
+@pytest.mark.parametrize("goes_on", [begins, polls])
+def test_case_e14_a_rank_whose_loop_goes_on_stops_where_the_other_one_raised(
+    loops: Any, goes_on: Any
+) -> None:
+    """It has its batch and waits for the other one, or is in an evaluation and stops there."""
+    assert loops(3, 3).both(raises, goes_on) == [True, True]
+
+
+def test_case_e14_a_rank_that_is_a_step_behind_goes_on_to_it(loops: Any) -> None:
+    pair = loops(3, 2)
+    assert not pair.ranks[1].preemption.begins(), "its next step isn't the last one"
+    assert pair.both(raises, ends_step(3)) == [True, True]
+
+
+def test_case_e14_ranks_that_have_their_batches_begin_the_last_step_together(loops: Any) -> None:
+    pair = loops(3, 3)
+    assert pair.both(begins, begins) == [False, False]
+    assert pair.both(ends_step(4), ends_step(4)) == [True, True]
+
+
+def test_case_e14_a_rank_that_asks_nobody_for_its_batches_is_not_waited_for(store: Any) -> None:
+    """A pipeline, or a reader of its own: `begins` isn't called, or comes too late to tell."""
+    ranks = [Rank(r, store, agree_s=60.0, together_s=60.0, grace_s=240.0) for r in (0, 1)]
+    for rank in ranks:
+        assert not rank.preemption.tick(1, free=rank is ranks[0])
+    ranks[0].asks = True
+    assert store.get("t/preempt-stop/out")
+    assert not ranks[0].preemption.begins()
+    for rank in ranks:
+        assert rank.preemption.tick(2, free=True)
+        rank.preemption.close()
+        assert rank.ended == []
+
+
+def test_case_e14_a_slow_rank_is_waited_for_a_moment_only(loops: Any) -> None:
+    pair = loops(3, 3, together_s=0.01)
+    assert pair.both(begins, nothing) == [False, False]
+
+
+def test_case_e14_a_rank_in_the_middle_of_a_step_cannot_stop_there(store: Any) -> None:
+    """It is in a collective with the one that raised: nothing that both have is whole."""
+    ranks = [Rank(r, store, agree_s=60.0, together_s=60.0, grace_s=240.0) for r in (0, 1)]
+    for rank in ranks:
+        assert not rank.preemption.tick(1, free=True)
+    assert not ranks[1].preemption.begins(), "nobody was asked yet"
+    ranks[0].asks = True
+    assert store.get("t/preempt-stop/out")
+    assert not ranks[0].preemption.stops_here(whole=True)
+    assert not ranks[1].preemption.tick(2, free=True), (
+        "the agreement is over; it fails with its peer"
+    )
+    for rank in ranks:
+        rank.preemption.close()
+        assert rank.ended == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "acts"),
+    [
+        ((3, 3), (raises_torn, raises)),
+        ((3, 3), (raises_torn, raises_torn)),
+        ((3, 4), (raises, begins)),
+    ],
+)
+def test_case_e14_a_state_that_is_torn_or_another_step_is_not_saved(
+    loops: Any, steps: Any, acts: Any
+) -> None:
+    pair = loops(*steps)
+    assert pair.both(*acts) == [False, False]
+    for rank in pair.ranks:
+        rank.preemption.failing()
+    assert [rank.preemption.all_here() for rank in pair.ranks] == [True, True]
+
+
+def test_case_e14_ranks_that_raise_after_different_steps(loops: Any, store: Any) -> None:
+    """The one behind is out first, so that nobody takes it for one that could go on."""
+    pair = loops(4, 3)
+    with ThreadPoolExecutor(1) as pool:
+        behind = pool.submit(raises, pair.ranks[1].preemption)
+        assert store.get("t/preempt-out/out")
+        assert not raises(pair.ranks[0].preemption)
+        assert not behind.result(60)
+
+
+def test_case_e14_a_rank_that_fails_after_all_have_agreed_is_not_waited_for(loops: Any) -> None:
+    """It could have gone on to the step where the other one is, and raises before: that one saves alone."""
+    pair = loops(4, 3)
+    first, second = (rank.preemption for rank in pair.ranks)
+    assert raises(first), "the other one has a step to go"
+    assert first.left_s > 200
+    assert not raises(second)
+    second.failing()
+    for _ in range(2000):
+        if first.left_s < 5:
+            break
+        threading.Event().wait(0.01)
+    assert first.left_s < 5
+
+
+def test_case_e14_an_error_where_all_stop_is_none_to_agree_about(loops: Any) -> None:
+    pair = loops(3, 3)
+    assert pair.both(polls, polls) == [True, True]
+    assert pair.both(raises, nothing) == [False, False]
+
+
+def test_case_e14_a_rank_that_is_dead_is_not_waited_for(store: Any) -> None:
+    rank = Rank(0, store, agree_s=0.01)
+    Coordinator(1, 2, store, "t/").post("preempt-stop", {"tick": 1})
+    rank.asks = True
+    assert json.loads(store.get("t/preempt-stop/out")) == {"tick": 1}
+    assert not rank.preemption.stops_here(whole=True)
+    rank.preemption.failing()
+    assert not rank.preemption.all_here()
+    rank.preemption.close()
+    assert rank.ended == [], "it ends by its error"
+
+
+def test_an_error_that_ends_the_run_stops_all_ranks_at_one_tick(store: Any) -> None:
+    """However long it takes them: no grace ends them meanwhile."""
+    error = ConflictError("commits: a newer attempt owns this root")
+    known: list[ConflictError] = []
+    ranks = [
+        Rank(r, store, grace_s=0.001, fatal=lambda r=r: known[0] if r and known else None)
+        for r in (0, 1)
+    ]
+    for rank in ranks:
+        assert not rank.preemption.tick()
+    known.append(error)
+    assert json.loads(store.get("t/preempt-stop/out")) == {"tick": 2}
+    for rank in ranks:
+        assert rank.preemption.tick()
+        ask = rank.preemption.ask
+        assert ask is not None
+        assert ask.error is not None
+        assert (ask.rank, str(revive(dict(ask.error)))) == (1, str(error))
+        assert isinstance(revive(dict(ask.error)), ConflictError)
+        assert not rank.preemption.asked_within(0.0)
+        rank.preemption.close()
+        assert rank.ended == rank.flushed == []
 
 
 # -- a session ----------------------------------------------------------------------------------
@@ -437,18 +752,19 @@ def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [False, True])
+@pytest.mark.parametrize("error", [SystemExit, TimeoutError])
 def test_a_handler_that_was_there_and_ends_the_process_does_not_prevent_the_save(
-    tmp_path: Path, ending: bool
+    tmp_path: Path, ending: bool, error: type[BaseException]
 ) -> None:
     """Told in training, all stop at a step; told while the session ends, the handler's exit comes then."""
 
     def end(*_: object) -> None:
-        raise SystemExit(15)
+        raise error(15)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         with (  # noqa: PT012
-            pytest.raises(SystemExit if ending else PreemptedError),
+            pytest.raises(error if ending else PreemptedError),
             Session(str(tmp_path), {}, Reader(), save_every=1000) as session,
         ):
             next(session.batches())

@@ -90,3 +90,37 @@ def test_each_sample_needs_an_event_time() -> None:
         BadInputError, match=r"event_times_s: \(3,\); give one for each of 4 samples"
     ):
         BatchReader(4, 2, lambda index: index, event_times_s=torch.ones(3))
+
+
+def test_case_e42_refuses_a_launched_rank_that_has_joined_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each rank would train on all of each batch."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for place in ({}, {"rank": 1}, {"world_size": 2}):
+        with pytest.raises(BadInputError) as e:
+            BatchReader(8, 4, lambda index: index, **place)
+        assert "WORLD_SIZE is 2 and this process is in no process group: call " in str(e.value)
+        assert "or pass rank and world_size" in str(e.value)
+        assert "\n" not in str(e.value)
+    assert BatchReader(8, 4, lambda index: index, rank=1, world_size=2).batch_size == 4
+    for said in ("1", "many"):
+        monkeypatch.setenv("WORLD_SIZE", said)
+        assert BatchReader(8, 4, lambda index: index).batch_size == 4
+
+
+def test_case_e42_refuses_to_read_for_the_only_rank_once_there_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that no launcher's environment tells of, such as those of torch.multiprocessing.spawn."""
+    early = BatchReader(8, 4, lambda index: index)
+    explicit = BatchReader(8, 4, lambda index: index.tolist(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for act in (lambda: early.seek(0), lambda: next(iter(early))):
+        with pytest.raises(
+            BadInputError, match="was made before the process group of 2 ranks.*make it after"
+        ):
+            act()
+    assert next(iter(explicit)) == [0, 1, 2, 3]

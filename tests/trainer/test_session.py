@@ -1,9 +1,13 @@
 """The session around a plain PyTorch loop, in one process."""
 
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +22,12 @@ from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, MemoryStorage
 from ckpt.types import Buffer, ObjectInfo
+from tests.faults import FaultyStorage
 from tests.trainer.fake_clock import FakeClock
 from trainer import BatchReader, Session
 from trainer.ett import read_report
 from trainer.ledger import parse_ledger, read_ledger
+from trainer.preemption import PreemptedError
 
 X = torch.randn(120, 4, generator=torch.Generator().manual_seed(1))
 
@@ -174,11 +180,17 @@ def test_keeps_a_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     told = [e.get("name", e["event"]) for e in events if e["event"] != "span_end"]
     assert [name for name in told if name != "save_committed"] == [
         *("process", "restore", "pre_train", "restored", "get_first_batch_data"),
-        *("steps", "steps", "blocked_in_save", "saved", "steps", "blocked_in_save", "saved"),
+        *("steps", "steps", "blocked_in_save", "saved"),
+        *(
+            "steps",
+            "steps",
+            "blocked_in_save",
+            "saved",
+        ),  # the first step after a save is told alone
         *("evaluation", "closing", "shutdown", "closed"),
     ]
     assert [e["step"] for e in events if e["event"] == "save_committed"] == [2, 4]
-    assert [e["position"] for e in events if e["event"] == "steps"] == [1, 2, 4]
+    assert [e["position"] for e in events if e["event"] == "steps"] == [1, 2, 3, 4]
     assert (events[0]["batch_size"], events[0]["world_size"]) == (10, 1)
     moments = ("submitted_at_s", "allocated_at_s", "launcher_created_at_s")
     assert [events[0][name] for name in moments] == [1700000000.5, None, None]
@@ -259,6 +271,16 @@ def test_refuses_a_wrong_interval(tmp_path: Path) -> None:
         Session(str(tmp_path), {}, Loop().reader, save_every=0)
 
 
+def test_case_e42_a_launched_rank_joins_the_others_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInputError, match="WORLD_SIZE is 2 and this process is in no process gr"):
+        loop.session(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_works_only_inside_its_block(tmp_path: Path) -> None:
     session = Loop().session(tmp_path)
     calls: list[Callable[[], object]] = [
@@ -295,7 +317,7 @@ def test_the_ledger_of_a_root_that_cannot_be_appended_to_is_copied_there(
         told = [e["event"] for e in parse_ledger(storage.read(ledger_key(1, 0)), "copy")]
         assert told[-1] == "save_committed"
         loop.run(session, until=3)
-    (spooled,) = tmp_path.glob("*/events/000001/r00000.jsonl")
+    (spooled,) = tmp_path.glob("*/*/events/000001/r00000.jsonl")
     whole = spooled.read_bytes()
     assert storage.read(ledger_key(1, 0)) == whole
 
@@ -337,6 +359,44 @@ def test_an_uncommitted_last_step_is_an_error(tmp_path: Path) -> None:
     events = read_ledger(tmp_path / ledger_key(1, 0))
     assert [e["event"] for e in events][-4:] == ["save_failed", "span_end", "closing", "closed"]
     assert read_report(tmp_path).attempts[0].ended == "failed", "steps were lost"
+
+
+@pytest.mark.parametrize(("policy", "pending"), [("skip", 1), ("skip", 2), ("coalesce", 2)])
+@pytest.mark.parametrize("told", [False, True])
+def test_case_e38_the_end_of_a_run_and_a_preemption_are_saved_whatever_the_policy(
+    tmp_path: Path, policy: Any, pending: int, told: bool
+) -> None:
+    """The save that was due after the last step was skipped, for an older one was being written."""
+    loop = Loop()
+    storage = FaultyStorage(LocalStorage(tmp_path))
+    gate = storage.on("write", "*000001/r00000.bin").block()
+    config = CheckpointConfig(when_busy=policy, max_pending=pending)
+    session = Session(
+        storage, loop.state, loop.reader, save_every=4, checkpoint=config, ledger=tmp_path
+    )
+    with ExitStack() as stack:
+        if told:
+            stack.enter_context(pytest.raises(PreemptedError, match="step 12, which is committed"))
+        stack.enter_context(session)
+        loop.run(session, until=12)
+        gate.wait_reached()
+        gate.open()
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while True:
+                session.poll()
+    again = Loop()
+    with again.session(tmp_path) as restored:
+        assert restored.steps == 12
+        assert equal(loop, again)
+    (attempt, _) = read_report(tmp_path).attempts
+    *before, last = attempt.saves
+    assert (last.step, last.outcome) == (12, "committed")
+    assert ("skipped" in {s.outcome for s in before}) == (session.stats.skipped > 0)
+    if pending == 1:
+        assert [(s.step, s.outcome) for s in before] == [
+            *((4, "committed"), (8, "skipped"), (12, "skipped"))
+        ]
 
 
 class Ten:

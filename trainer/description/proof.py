@@ -62,15 +62,20 @@ class LiveTables:
         )
         known = torch.full_like(ids, -1, dtype=torch.int64)
         for raw, row in parts:
-            table = KnownIds.of(raw.tensor.cpu().numpy(), row.tensor.cpu().numpy(), name)
+            # Copies: torch takes a tensor that numpy has seen for one that can't be resized any more.
+            raw_ids, rows = (t.tensor.detach().to("cpu", copy=True) for t in (raw, row))
+            table = KnownIds.of(raw_ids.numpy(), rows.numpy(), name)
             found = torch.from_numpy(table.rows(ids.cpu().long().numpy())).to(known)
             known = torch.maximum(known, found)
         if _world_size() > 1:
             dist.all_reduce(known, op=dist.ReduceOp.MAX)
-        raw_ids, rows = ids.cpu().long().numpy(), known.cpu().numpy()
-        unique, first = np.unique(raw_ids[rows >= 0], return_index=True)
+        asked, found_rows = ids.cpu().long().numpy(), known.cpu().numpy()
+        unique, first = np.unique(asked[found_rows >= 0], return_index=True)
         mapped = collided(
-            raw_ids, KnownIds(unique, rows[rows >= 0][first]), spec.block, spec.unknown_rows
+            asked,
+            KnownIds(unique, found_rows[found_rows >= 0][first]),
+            spec.block,
+            spec.unknown_rows,
         )
         return torch.from_numpy(mapped).to(ids.device)
 

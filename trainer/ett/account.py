@@ -9,7 +9,7 @@ repeated: waste.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trainer.ett.measured import measure
@@ -17,6 +17,7 @@ from trainer.ett.partition import partition
 from trainer.ett.positions import Trained
 from trainer.ett.records import AREAS, Area, AttemptTime, RunReport, Segment, Stage
 from trainer.ett.timeline import Events, Timeline, timeline
+from trainer.ett.together import Rank, joined
 
 _WORTH_SAYING_S = 0.05
 _RECOVERED_FROM = ("failed", "preempted")
@@ -33,7 +34,10 @@ def report(attempts: Mapping[int, Mapping[int, Events]], root: str = "") -> RunR
     trained = Trained()
     done: list[AttemptTime] = []
     for line in lines:
-        done.append(_attempt(line, lines[: len(done)], done[-1] if done else None, trained))
+        last = done[-1] if done else None
+        ranks = attempts[line.epoch]
+        done.append(_attempt(line, ranks, lines[: len(done)], last, trained))
+        notes += _of_other_ranks(done[-1])
     areas = _sums(s for a in done for s in a.segments)
     areas["between_attempts"] += sum(
         max(0.0, b.started_at_s - a.ended_at_s) for a, b in itertools.pairwise(done)
@@ -97,7 +101,11 @@ def _one_after_the_other(found: Sequence[Timeline]) -> tuple[list[Timeline], lis
 
 
 def _attempt(
-    line: Timeline, earlier: Sequence[Timeline], before: AttemptTime | None, trained: Trained
+    line: Timeline,
+    ranks: Mapping[int, Events],
+    earlier: Sequence[Timeline],
+    before: AttemptTime | None,
+    trained: Trained,
 ) -> AttemptTime:
     new = repeated = 0
 
@@ -107,7 +115,10 @@ def _attempt(
         new, repeated = new + count, repeated + last - first - count
         return count
 
-    segments = partition(line, fresh)
+    segments, elsewhere = joined(
+        Rank(line, partition(line, fresh)),
+        {r: _of_rank(line.epoch, r, events) for r, events in ranks.items() if r != line.teller},
+    )
     resumed = line.restored is not None and line.restored.get("epoch") is not None
     lost = 0
     if resumed and line.restored is not None:
@@ -140,7 +151,28 @@ def _attempt(
         time_to_recover_s=None
         if before is None or trained_s is None
         else max(0.0, trained_s - before.ended_at_s),
+        told_by=line.teller,
+        lost_elsewhere=elsewhere,
     )
+
+
+def _of_rank(epoch: int, rank: int, events: Events) -> Rank:
+    """One rank's own account."""
+    line = timeline(epoch, {rank: events}, newest=False)
+    return Rank(line, partition(line, lambda first, last: max(0, last - first)))
+
+
+def _of_other_ranks(attempt: AttemptTime) -> Iterator[str]:
+    """Who held the others up, the worst three."""
+    lost = {r: sum(areas.values()) for r, areas in attempt.lost_elsewhere.items()}
+    for rank in sorted(lost, key=lambda r: -lost[r])[:3]:
+        if lost[rank] > _WORTH_SAYING_S:
+            areas = attempt.lost_elsewhere[rank]
+            most = max(areas, key=lambda a: areas[a])
+            yield (
+                f"attempt {attempt.epoch}: rank {rank} lost {lost[rank]:.1f} s more than rank "
+                f"{attempt.told_by}, most of it in {most.replace('_', ' ')}, while the others waited for it"
+            )
 
 
 def _first_new_s(line: Timeline, segments: Sequence[Segment]) -> float | None:

@@ -6,6 +6,7 @@
     sidestage_ett_time_to_start_seconds{root}, sidestage_ett_time_to_recover_seconds{root}
     sidestage_ett_failures{root}, sidestage_ett_preemptions{root}, sidestage_ett_attempts{root}
     sidestage_ett_batches_repeated{root}, sidestage_ett_batches_new{root}
+    sidestage_ett_saves_committed{root}, ..._saves_failed, ..._saves_skipped, ..._saves_lost
     sidestage_ett_save_interval_seconds{root}, sidestage_ett_save_blocked_seconds{root}
 
 What a run hasn't shown has no sample.
@@ -35,6 +36,10 @@ _GAUGES: Sequence[tuple[str, str]] = (
     ("attempts", "Attempts"),
     ("batches_new", "Global batches that were trained for the first time"),
     ("batches_repeated", "Global batches that an earlier attempt had trained already"),
+    ("saves_committed", "Saves that have a commit"),
+    ("saves_failed", "Saves that failed"),
+    ("saves_skipped", "Saves given up by policy, while earlier ones were pending"),
+    ("saves_lost", "Saves that had no end when their attempt ended"),
     ("save_interval_seconds", "Training time between saves"),
     ("save_blocked_seconds", "What one save costs training"),
 )
@@ -81,6 +86,7 @@ def _figures(report: RunReport) -> dict[str, float | None]:
         "attempts": len(report.attempts),
         "batches_new": sum(a.batches_new for a in report.attempts),
         "batches_repeated": report.batches_repeated,
+        **{f"saves_{outcome}": count for outcome, count in report.saves.items()},
         "save_interval_seconds": report.measured.interval_s,
         "save_blocked_seconds": report.measured.block_s,
     }

@@ -57,17 +57,16 @@ def _interval_s(done: Sequence[AttemptTime], lines: Sequence[Timeline]) -> float
 def _trained(lines: Sequence[Timeline]) -> tuple[list[float], list[int]]:
     """Seconds of steps and their number, each [without a save being written, with one].
 
-    Lines of steps end where saves begin and where they commit, so each is on one side. A save that
-    was lost was being written until the attempt ended.
+    Lines of steps end where saves begin, and the step in which one is over has a line of its own: beside
+    the save, for the most part. A save that was lost was being written until the attempt ended.
     """
     seconds, counts = [0.0, 0.0], [0, 0]
     for line in lines:
-        ends = [s for s in line.saves if s.outcome in ("committed", "lost")]
+        saves = [s for s in line.saves if s.outcome != "skipped"]
         for steps in line.steps[1:]:  # the first one warms up
-            middle_s = (steps.begin_s + steps.end_s) / 2
-            while ends and (ends[0].committed_at_s or math.inf) < middle_s:
-                ends.pop(0)
-            busy = bool(ends) and ends[0].at_s <= middle_s
+            while saves and (saves[0].over_at_s or math.inf) <= steps.begin_s:
+                saves.pop(0)
+            busy = bool(saves) and saves[0].at_s < steps.end_s
             seconds[busy] += _net_s(line, steps)
             counts[busy] += steps.count
     return seconds, counts

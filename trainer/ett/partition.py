@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainer.ett.records import Area, Segment
 from trainer.ett.timeline import Steps, Timeline
 
 _MAIN, _STEPS, _OTHER, _BASE = range(4)
-_SHORTEST_S = 1e-5  # a float of seconds since 1970 tells 0.24 microseconds
+SHORTEST_S = 1e-5  # a float of seconds since 1970 tells 0.24 microseconds
 
 
 @dataclass
@@ -42,7 +42,7 @@ def partition(line: Timeline, fresh: Callable[[int, int], int]) -> tuple[Segment
     _sweep(claims, line.start_s, line.end_s)
     segments = [s for c in claims for s in _divided(c, fresh)]
     segments.sort(key=lambda s: (s.begin_s, s.end_s))
-    return tuple(_merged(segments))
+    return tuple(merged(segments))
 
 
 def _claims(line: Timeline) -> Iterator[_Claim]:
@@ -123,7 +123,7 @@ def _divided(claim: _Claim, fresh: Callable[[int, int], int]) -> Iterator[Segmen
     for begin_s, end_s in claim.pieces:
         at_s = begin_s
         while at_s < end_s:
-            while left_s < _SHORTEST_S and n + 1 < len(quotas):
+            while left_s < SHORTEST_S and n + 1 < len(quotas):
                 n += 1
                 left_s = quotas[n][1]
             until_s = min(end_s, at_s + left_s)
@@ -132,7 +132,8 @@ def _divided(claim: _Claim, fresh: Callable[[int, int], int]) -> Iterator[Segmen
             at_s = until_s
 
 
-def _merged(segments: Sequence[Segment]) -> Iterator[Segment]:
+def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Segments of one area that follow each other become one."""
     last: Segment | None = None
     for s in segments:
         if last is not None and last.area == s.area and last.end_s == s.begin_s:

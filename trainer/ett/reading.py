@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from ckpt.errors import NotFoundError
 from ckpt.layout import EVENTS as EVENTS_PREFIX
 from ckpt.layout import ledger_key
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Root, Storage, storage_of
 from trainer.ett.account import report
 from trainer.ett.records import FleetReport, RunReport
 from trainer.ett.timeline import Events
@@ -18,18 +17,20 @@ from trainer.ledger import parse_ledger
 _KEY = re.compile(re.escape(EVENTS_PREFIX) + r"(\d{6,})/r(\d{5,})\.jsonl")
 
 
-def read_report(root: str | Path) -> RunReport:
+def read_report(root: Root) -> RunReport:
     """Account for the run under a root, or under the folder that its ledger was kept in.
 
     NotFoundError without any ledger, CorruptError naming the file that is broken.
     """
-    attempts = read_attempts(open_storage(str(root)))
+    storage = storage_of(root)
+    attempts = read_attempts(storage)
+    where = storage.url if isinstance(root, Storage) else str(root)
     if not attempts:
         raise NotFoundError(
-            f"{root}: no ledger under {EVENTS_PREFIX}; name the root, or the ledger folder, of a run "
+            f"{where}: no ledger under {EVENTS_PREFIX}; name the root, or the ledger folder, of a run "
             f"that a trainer.Session has kept"
         )
-    return report(attempts, str(root))
+    return report(attempts, where)
 
 
 def read_attempts(storage: Storage) -> dict[int, dict[int, Events]]:

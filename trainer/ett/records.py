@@ -80,16 +80,24 @@ class Stage:
     end_s: float
 
 
+Outcome = Literal["committed", "failed", "skipped", "lost"]
+"""How a save ended. `skipped`: given up by policy. `lost`: it had no end when its attempt ended."""
+
+
 @dataclass(frozen=True)
 class SaveTime:
-    """One save of an attempt. `lost`: it had neither committed nor failed when the attempt ended."""
+    """One save of an attempt. A step that was skipped may have been saved again.
+
+    over_at_s: when it was committed, had failed or was skipped; None where it was lost.
+    """
 
     step: int
     at_s: float
     blocked_s: float
-    outcome: Literal["committed", "failed", "skipped", "lost"]
+    outcome: Outcome
     committed_at_s: float | None = None
     error: str | None = None
+    over_at_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ class AttemptTime:
     """One attempt. `areas` add up to `wall_s`; `segments` tile [started_at_s, ended_at_s].
 
     batches_new, batches_repeated: global batches trained here, first time or again.
+    told_by: the rank whose ledger this is made from: the lowest, or the one that trained on after it.
+    lost_elsewhere: what other ranks lost beyond it and made it wait for, by rank and area; in `areas`.
     lost_batches: batches between what the commit had trained on and where this attempt began.
     time_to_start_s: from the attempt's start, without waiting for the scheduler, to the end of its first
         step; None without a step.
@@ -123,6 +133,8 @@ class AttemptTime:
     samples_repeated: int
     time_to_start_s: float | None
     time_to_recover_s: float | None
+    told_by: int = 0
+    lost_elsewhere: Mapping[int, Mapping[Area, float]] = field(default_factory=dict)
 
     @property
     def wall_s(self) -> float:
@@ -173,6 +185,12 @@ class RunReport:
     @property
     def lost_batches(self) -> int:
         return sum(a.lost_batches for a in self.attempts)
+
+    @property
+    def saves(self) -> dict[Outcome, int]:
+        """How many saves ended in each way."""
+        ends = [s.outcome for a in self.attempts for s in a.saves]
+        return {o: ends.count(o) for o in get_args(Outcome)}
 
 
 @dataclass(frozen=True)

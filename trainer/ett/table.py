@@ -18,6 +18,7 @@ _COUNTS: tuple[tuple[str, Callable[[AttemptTime], int]], ...] = (
     ("lost batches", lambda a: a.lost_batches),
     ("commits", lambda a: sum(s.outcome == "committed" for s in a.saves)),
     ("failed saves", lambda a: sum(s.outcome == "failed" for s in a.saves)),
+    ("skipped saves", lambda a: sum(s.outcome == "skipped" for s in a.saves)),
 )
 _MOST_ATTEMPTS = 8  # columns; of more, the newest are shown
 
@@ -37,6 +38,12 @@ def _show_run(console: Console, report: RunReport, changes: Mapping[str, float] 
     stops = f"{report.failures} failures, {report.preemptions} preemptions"
     start, recover = _or_dash(report.time_to_start_s), _or_dash(report.time_to_recover_s)
     say(f"Time to start {start}, time to recover {recover}, {stops}.")
+    for outcome in ("failed", "skipped"):
+        told = [s for a in report.attempts for s in a.saves if s.outcome == outcome]
+        if told:
+            say(
+                f"{len(told)} saves {outcome}, the last one: {told[-1].error} (step {told[-1].step})."
+            )
     for n, loss in enumerate(losses(report), 1):
         name = loss.area.replace("_", " ")
         say(f"{n}. {name}: {loss.points:.1f} points ({loss.seconds:.1f} s). {loss.mend}.")

@@ -1,6 +1,7 @@
 """One attempt of a run, laid out in seconds since 1970 from the events of all its ranks.
 
-The lowest rank tells the story. The others say how long the attempt lived and how it ended.
+One rank tells the story: the lowest, or the one whose training ended last where ranks didn't wait for each
+other. The others say how long the attempt lived and how it ended; what they lost: trainer.ett.together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from trainer.ett.records import Area, Ended, SaveTime, Stage
+from trainer.ett.records import Area, Ended, Outcome, SaveTime, Stage
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -26,7 +27,7 @@ SPAN_AREAS: frozenset[Area] = frozenset(
 
 _AREAS: Mapping[str, Area] = {a: a for a in get_args(Area)}
 _SKEW_S = 1.0  # ranks leave a restore together; what they then do first may take a moment
-_OUTCOMES: Mapping[str, Any] = {
+_OUTCOMES: Mapping[str, Outcome] = {
     "save_committed": "committed",
     "save_failed": "failed",
     "save_skipped": "skipped",
@@ -47,7 +48,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Steps:
-    """Training steps in one stretch, on global batches (first, last], and what they waited for."""
+    """Training steps in one stretch, on global batches (first, last], and what they waited for.
+
+    step: the number of the newest one.
+    """
 
     begin_s: float
     end_s: float
@@ -57,6 +61,7 @@ class Steps:
     data_s: float
     pressure_s: float
     slot_s: float
+    step: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Timeline:
     """
 
     epoch: int
+    teller: int
     start_s: float
     first_event_s: float
     alive_s: float
@@ -120,11 +126,13 @@ class Timeline:
 
 def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeline:
     """Lay one attempt out. `ranks`: rank -> its events. `newest`: it may still be alive."""
-    teller = min(ranks)
+    offsets_s, notes = _offsets(epoch, ranks, min(ranks))
+    teller = _teller(ranks, offsets_s)
+    if teller != min(ranks):
+        offsets_s, notes = _offsets(epoch, ranks, teller)
     events = ranks[teller]
     process = events[0]
     zero_s = float(process["created_at_s"])
-    offsets_s, notes = _offsets(epoch, ranks, teller)
 
     starts = [e[0]["created_at_s"] - offsets_s[r] for r, e in ranks.items()]
     alive_s = max(
@@ -141,6 +149,7 @@ def timeline(epoch: int, ranks: Mapping[int, Events], *, newest: bool) -> Timeli
         notes.append(f"attempt {epoch}: {missing} of {missing + len(ranks)} ranks left no ledger")
     return Timeline(
         epoch=epoch,
+        teller=teller,
         start_s=start_s,
         first_event_s=min(zero_s + float(e["t"]) for e in events),
         alive_s=alive_s,
@@ -169,6 +178,20 @@ def _named(events: Events, *names: str) -> Iterator[Mapping[str, Any]]:
 
 def _last(events: Events, *but: str) -> float:
     return max(float(e["t"]) for e in events if e["event"] not in but)
+
+
+def _teller(ranks: Mapping[int, Events], offsets_s: Mapping[int, float]) -> int:
+    """The lowest rank, unless another one trained on clearly after it: the run took as long as that."""
+    ends_s = {}
+    for rank, events in ranks.items():
+        if steps := [float(e["t"]) for e in _named(events, "steps")]:
+            ends_s[rank] = events[0]["created_at_s"] + max(steps) - offsets_s[rank]
+    lowest = min(ranks)
+    if not ends_s:
+        return lowest
+    last = max(ends_s, key=lambda rank: ends_s[rank])
+    late = lowest not in ends_s or ends_s[last] > ends_s[lowest] + _SKEW_S
+    return last if late else lowest
 
 
 def _offsets(
@@ -229,6 +252,7 @@ def _steps(events: Events, zero_s: float) -> Iterator[Steps]:
                 max(0.0, e["data_s"]),
                 max(0.0, e["overlay_s"]) + max(0.0, e["fence_s"]),
                 max(0.0, e["slot_s"]),
+                int(e["step"]),
             )
         step, position = int(e["step"]), int(e["position"])
 
@@ -284,22 +308,51 @@ def _before(process: Mapping[str, Any], start_s: float) -> tuple[Stage, ...]:
 
 
 def _saves(events: Events, zero_s: float, ended: Ended) -> Iterator[SaveTime]:
-    """Each save with its end. One that a live attempt is still writing is left out."""
-    ends = {int(e["step"]): e for e in _named(events, *_OUTCOMES)}
-    for e in _named(events, "saved"):
-        end = ends.get(int(e["step"]))
-        at_s = zero_s + e["t"] - max(0.0, e["blocked_s"])
-        if end is not None:
-            outcome = _OUTCOMES[end["event"]]
-            done_s = max(at_s, zero_s + end["t"]) if outcome == "committed" else None
-            error = end.get("error")
-            yield SaveTime(int(e["step"]), at_s, e["blocked_s"], outcome, done_s, error)
-        elif ended != "unknown":
-            yield SaveTime(int(e["step"]), at_s, e["blocked_s"], "lost")
+    """Each save with its end, by their begin. One that a live attempt is still writing is left out.
+
+    A save's end may come before save() has returned. A step is saved again where it was skipped before.
+    """
+    found: list[SaveTime] = []
+    open_saves: dict[int, Mapping[str, Any]] = {}
+    early: dict[int, Mapping[str, Any]] = {}
+
+    def note(saved: Mapping[str, Any], end: Mapping[str, Any] | None) -> None:
+        at_s = zero_s + saved["t"] - max(0.0, saved["blocked_s"])
+        outcome: Outcome = "lost" if end is None else _OUTCOMES[end["event"]]
+        over_s = None if end is None else max(at_s, zero_s + end["t"])
+        error = None if end is None else end.get("error")
+        done_s = over_s if outcome == "committed" else None
+        step, blocked_s = int(saved["step"]), float(saved["blocked_s"])
+        found.append(SaveTime(step, at_s, blocked_s, outcome, done_s, error, over_s))
+
+    for e in _named(events, "saved", *_OUTCOMES):
+        step = int(e["step"])
+        if e["event"] == "saved":
+            if (end := early.pop(step, None)) is not None:
+                note(e, end)
+            else:
+                open_saves[step] = e
+        elif (
+            e["event"] == "save_skipped" and "blocked_s" in e
+        ):  # here: this one event has all of it
+            note(e, e)
+        elif (saved := open_saves.pop(step, None)) is not None:
+            note(saved, e)
+        else:
+            early[step] = e
+    if ended != "unknown":
+        for saved in open_saves.values():
+            note(saved, None)
+    return iter(sorted(found, key=lambda s: s.at_s))
 
 
 def _saved_later(save: SaveTime, by_s: float) -> SaveTime:
-    done_s = save.committed_at_s
+    def later(at_s: float | None) -> float | None:
+        return None if at_s is None else at_s + by_s
+
     return replace(
-        save, at_s=save.at_s + by_s, committed_at_s=None if done_s is None else done_s + by_s
+        save,
+        at_s=save.at_s + by_s,
+        committed_at_s=later(save.committed_at_s),
+        over_at_s=later(save.over_at_s),
     )

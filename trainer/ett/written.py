@@ -30,6 +30,7 @@ def _run(report: RunReport, changes: Mapping[str, float] | None) -> dict[str, An
         **asdict(report),
         "batches_repeated": report.batches_repeated,
         "lost_batches": report.lost_batches,
+        "saves": report.saves,
         "losses": [asdict(loss) for loss in losses(report)],
         "advice": asdict(advice) if advice else None,
         "what_if": asdict(what_if(report, changes)) if changes is not None else None,

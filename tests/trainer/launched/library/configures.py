@@ -1,0 +1,5 @@
+"""Sets what others read when they are imported."""
+
+import os
+
+os.environ["KMP_BLOCKTIME"] = "1"

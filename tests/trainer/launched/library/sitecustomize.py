@@ -1,0 +1,5 @@
+import builtins
+import os
+
+PID = os.getpid()
+builtins.customized = "by the user"

@@ -1,0 +1,3 @@
+from random_helpers import WHOSE
+
+__all__ = ["WHOSE"]

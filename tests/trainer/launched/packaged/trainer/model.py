@@ -1,0 +1,1 @@
+HERE = __name__, __file__
