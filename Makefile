@@ -52,7 +52,7 @@ test: $(READY)
 # Randomised tests take the same examples in each run of `make test`; here they take new ones.
 fuzz: $(READY)
 	SIDESTAGE_FUZZ=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-	  $$(grep -rlE '^from hypothesis' tests --include='test_*.py')
+	  $$(grep -rlE '^from hypothesis' tests --include='test_*.py') tests/guarded/adversaries
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -61,7 +61,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(READY)
-	for name in limits stall memory interference persist scale publish freshness serve fleet; do \
+	for name in limits stall memory interference persist proof scale publish freshness serve fleet; do \
 	  $(BIN)/python -m benchmarks $$name --json build/benchmarks/$$name.json $(BENCH) || exit 1; \
 	done
 

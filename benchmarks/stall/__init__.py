@@ -15,14 +15,14 @@ from typing import Any
 
 from benchmarks.ranks import RanksFailed
 from benchmarks.report import MIB, Report, Row, cores, environment
-from benchmarks.stall import dense, figures, link, pipelines
+from benchmarks.stall import dense, figures, link, pipelines, small
 from benchmarks.stall.block import BlockResult, run_block
 from benchmarks.stall.rank import Block
 from benchmarks.training.modes import MODES, OURS
 from benchmarks.training.tables import KINDS, best_kind, has_torchrec
 from benchmarks.watch import wait_until_calm
 
-PARTS = ("modes", "sizes", "dense", "pipelines", "link")
+PARTS = ("modes", "sizes", "dense", "small", "pipelines", "link")
 _DEADLINE_S = 1800.0  # of one block
 _CALM_CORES = 0.4  # kernel threads that write for the block itself count, too: up to 0.3
 
@@ -98,9 +98,12 @@ def run(args: argparse.Namespace) -> Report:
             word = "skipped" if case.skipped is not None else "failed"
             rows.append({**case.name, "status": word, "reason": failed[case]})
         else:
-            make = {"dense": dense.row, "pipelines": pipelines.row, "link": link.row}.get(
-                case.part, partial(figures.row, case.mode)
-            )
+            make = {
+                "dense": dense.row,
+                "small": small.row,
+                "pipelines": pipelines.row,
+                "link": link.row,
+            }.get(case.part, partial(figures.row, case.mode))
             rows.append({**case.name, "status": "ok", **make(results[case])})
     return Report(env, rows, figures.ratios(rows), figures.COLUMNS)
 
@@ -121,6 +124,13 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
     if "dense" in args.parts:
         once = partial(dense.measure, args.size_mib, args.device, cores(), args.root)
         yield Case("dense", OURS, 1, args.size_mib, once)
+    if "small" in args.parts:
+        for name in small.CASES:
+            count = (100_000 if name == "values" else 20_000) // (10 if args.quick else 1)
+            for world in args.ranks:
+                once = partial(small.measure, name, count, world, args.root)
+                why = None if args.device == "cpu" else "what it takes doesn't depend on the device"
+                yield Case("small", name, world, 0, once, why)
     if "pipelines" in args.parts:
         size = max(1, args.size_mib // 16)
         why = None if has_torchrec() else "torchrec is not installed"

@@ -19,6 +19,11 @@ COLUMNS = (
     "unsynced_s",
     "step_inflation",
     "first_blocked_ms",
+    "count",
+    "first_us",
+    "us_each",
+    "state_dict_us",
+    "second_vs_first",
     "extra_rss_vs_state",
     "exact",
     "others_cores",
@@ -87,12 +92,29 @@ def ratios(rows: list[Row]) -> dict[str, Any]:
             found["dense_block_vs_memcpy"] = one["block_vs_memcpy"]
         if one["part"] == "link":
             found["d2h_vs_link"] = one["d2h_vs_link"]
+    found |= _small([r for r in rows if r["part"] == "small"])
     if shown := [r for r in rows if r["part"] == "pipelines" or _ours_exact(r)]:
         # A pipeline that didn't run has shown nothing; one that can't run here isn't asked.
         found["exact"] = all(r.get("exact") is True for r in shown if r["status"] != "skipped")
     for world, values in of_world.items():
         found |= {f"{name}_{world}_ranks": value for name, value in values.items()}
     return found
+
+
+def _small(rows: list[Row]) -> dict[str, Any]:
+    """What a save takes for each small thing: the worst of the cases, None if one of them failed."""
+    tensors = [r for r in rows if r["mode"] != "values"]
+    values = [r for r in rows if r["mode"] == "values"]
+    figures = (
+        ("us_per_tensor", tensors, "us_each"),
+        ("second_vs_first", tensors, "second_vs_first"),
+        ("us_per_value", values, "us_each"),
+    )
+    return {
+        name: max(r[key] for r in mine) if all(r["status"] == "ok" for r in mine) else None
+        for name, mine, key in figures
+        if mine
+    }
 
 
 def _ours_exact(row: Row) -> bool:

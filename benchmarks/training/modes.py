@@ -87,7 +87,7 @@ class Sidestage(Saver):
         self._committed: Future[Any] | None = None
 
     def save(self, step: int) -> None:
-        state = {"tensors": self.job.state.sharded, "progress": {"step": step}}
+        state = {"tensors": self.job.state.trained, "progress": {"step": step}}
         self._committed = self.checkpointer.save(step, state).committed
 
     def done(self) -> bool:

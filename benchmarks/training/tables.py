@@ -58,8 +58,8 @@ class FusedTables:
             eps=1e-6,
             device=device,
         )
-        self.weights = [own_storage(w) for w in self._module.split_embedding_weights()]
-        self.momenta = [own_storage(s[0]) for s in self._module.split_optimizer_states()]
+        self.weights = [w.detach() for w in self._module.split_embedding_weights()]
+        self.momenta = [s[0].detach() for s in self._module.split_optimizer_states()]
         self.guarded: tuple[object, ...] = (self._module,)
 
     def lookup(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,12 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     a view (torch 2.13: "copy_() on an invalid python storage"), and would copy them all for each.
     """
     tensor = tensor.detach()
-    return tensor if tensor.is_cuda else torch.from_numpy(tensor.numpy())
+    if tensor.is_cuda:
+        return tensor
+    a = tensor.storage_offset() * tensor.itemsize
+    memory = tensor.untyped_storage()[a : a + tensor.nbytes]
+    own = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return own.set_(memory, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def best_kind(device: str) -> Kind:

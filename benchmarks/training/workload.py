@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.training.tables import Kind, Tables, fill, make_tables, row_bytes
+from benchmarks.training.tables import Kind, Tables, fill, make_tables, own_storage, row_bytes
 
 TABLES = 4
 DIM = 32
@@ -43,11 +43,14 @@ class Workload:
 class State:
     """What a save has to store: `local` is this rank's memory, `sharded` the same as DTensors.
 
-    The dense part is in both under the same names, as plain tensors that all ranks hold alike.
+    `trained` are DTensors of the tensors that the trainer itself has: tables may be parts of one
+    storage there, and each has its own in `local` and `sharded`. The dense part is in all of them
+    under the same names, as plain tensors that all ranks hold alike.
     """
 
     local: dict[str, torch.Tensor]
     sharded: dict[str, torch.Tensor]
+    trained: dict[str, torch.Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,7 @@ class State:
                 sharded[name] = DTensor.from_local(local[name], mesh, placements, run_check=False)
             else:
                 sharded[name] = local[name]
-        return State(local, sharded)
+        return State(local, sharded, sharded)
 
     def copy_from(self, other: State) -> None:
         for name, tensor in self.local.items():
@@ -80,7 +83,10 @@ class State:
 
 
 class Trainer:
-    """Owns the state and changes it step by step. Collective: make one on every rank."""
+    """Owns the state and changes it step by step. Collective: make one on every rank.
+
+    ids: rows of the last step, shape (tables, lookups).
+    """
 
     def __init__(self, workload: Workload) -> None:
         mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
@@ -107,6 +113,7 @@ class Trainer:
         self._draw = lambda: draw(rows, shape, random).to(device)
         self._offsets = torch.arange(0, SAMPLES * LOOKUPS, LOOKUPS, device=device)
         self._labels = torch.randint(0, 2, (SAMPLES,), generator=random).float().to(device)
+        self.ids = self._draw()
         self.state = _state(self._tables, self._dense, mesh)
         self.guarded = (*self._tables.guarded, self._dense, self._optimizer)
 
@@ -115,8 +122,8 @@ class Trainer:
 
         updating: entered around all writes to the state, for checkpointers that ask for it.
         """
-        ids = self._draw()
-        pooled = self._tables.lookup(ids, self._offsets)
+        self.ids = self._draw()
+        pooled = self._tables.lookup(self.ids, self._offsets)
         logits = self._dense(pooled).squeeze(1)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, self._labels)
         with updating() if self._tables.updates_in_backward else nullcontext():
@@ -145,13 +152,16 @@ class Trainer:
 
 
 def _state(tables: Tables, dense: torch.nn.Module, mesh: DeviceMesh) -> State:
-    local = {f"tables.{n}.weight": t for n, t in enumerate(tables.weights)}
-    local |= {f"tables.{n}.momentum": t for n, t in enumerate(tables.momenta)}
-    sharded: dict[str, torch.Tensor] = {
-        n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for n, t in local.items()
-    }
+    def as_dtensors(local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for n, t in local.items()
+        }
+
+    live = {f"tables.{n}.weight": t for n, t in enumerate(tables.weights)}
+    live |= {f"tables.{n}.momentum": t for n, t in enumerate(tables.momenta)}
+    local = {n: own_storage(t) for n, t in live.items()}
     plain = {f"dense.{n}": p.detach() for n, p in dense.named_parameters()}
-    return State(local | plain, sharded | plain)
+    return State(local | plain, as_dtensors(local) | plain, as_dtensors(live) | plain)
 
 
 def zipf_ids(rows: int, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:

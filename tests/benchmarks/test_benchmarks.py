@@ -112,6 +112,40 @@ def test_stall_takes_sizes_and_dense_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+def test_stall_takes_states_of_many_small_things(tmp_path: Path) -> None:
+    figures, printed = run(tmp_path, "stall", "--quick", "--ranks", "2", "--parts", "small")
+    rows = {r["mode"]: r for r in figures["rows"]}
+    assert {(r["status"], r["ranks"]) for r in rows.values()} == {("ok", 2)}
+    assert [rows[m]["count"] for m in ("tensors", "module", "values")] == [2000, 2800, 10_000]
+    ratios = figures["ratios"]
+    # Not the goals: this is a busy machine, and these are few.
+    assert 0 < ratios["us_per_tensor"] < 100
+    assert 0 < ratios["second_vs_first"] < 0.5
+    assert 0 < ratios["us_per_value"] < 10
+    for name in ("us_per_tensor", "second_vs_first", "us_per_value"):
+        assert f"{name} = " in printed
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
+def test_proof_finds_each_writer_and_nobody_else(tmp_path: Path) -> None:
+    tiny = ("--size-mib", "8", "--trials", "1", "--saves", "3", "--steps", "3")
+    figures, printed = run(tmp_path, "proof", "--quick", *tiny)
+    rows = {r["name"]: r for r in figures["rows"]}
+    assert {r["status"] for r in rows.values()} == {"ok"}
+    for name, row in rows.items():
+        assert name in printed
+        assert row["left_in_place"] > 0.9
+        assert row["proof_ms"] > 0
+    hidden = [n for n in rows if n not in ("nobody", "a row that training changes too")]
+    assert len(hidden) == 4
+    assert [rows[n]["found"] for n in hidden] == [1] * 4
+    assert [rows["nobody"][k] for k in ("saves", "found", "latest")] == [3, 0, None]
+    assert figures["ratios"]["found_1_row_100_saves"] == 1
+    assert figures["ratios"]["false_alarms"] == 0
+
+
+@pytest.mark.distributed
 @pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
 @pytest.mark.parametrize("name", PIPELINES[-1:])  # tests/distributed has them all
 def test_a_snapshot_is_exact_at_every_pipeline(name: str, tmp_path: Path) -> None:

@@ -184,6 +184,19 @@ def test_ratios_take_the_worst_count_of_ranks_and_time_lost_without_a_free_core(
     assert figures.ratios(rows)["exact"] is False
 
 
+def test_of_small_things_the_worst_case_counts_and_one_that_failed_leaves_no_figure() -> None:
+    def row(mode: str, us: float, ratio: float) -> dict[str, object]:
+        named = {"part": "small", "mode": mode, "ranks": 1, "size_mib": 0, "status": "ok"}
+        return {**named, "us_each": us, "second_vs_first": ratio}
+
+    rows = [row("tensors", 3.0, 0.1), row("module", 5.0, 0.05), row("values", 1.0, 1.0)]
+    found = figures.ratios(rows)
+    assert found == {"us_per_tensor": 5.0, "second_vs_first": 0.1, "us_per_value": 1.0}
+    rows[1] = {**rows[1], "status": "failed", "reason": "x"}
+    found = figures.ratios(rows)
+    assert found == {"us_per_tensor": None, "second_vs_first": None, "us_per_value": 1.0}
+
+
 def test_a_pipeline_that_failed_has_shown_nothing_and_one_that_cant_run_isnt_asked() -> None:
     rows = [
         {"part": "pipelines", "mode": "loop", "ranks": 1, "status": "ok", "exact": True},
