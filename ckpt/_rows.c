@@ -1,7 +1,7 @@
-/* The two hot loops of row guards: marking rows that are about to change, and copying a block
-   of a table as it was when a snapshot opened. Loaded through ctypes by ckpt/native.py, whose
-   structures mirror the ones here; ckpt/rows/torch_pool.py does the same in torch and is the
-   reference for both.
+/* The hot loops of row guards: marking rows that are about to change, copying a block of a table as
+   it was when a snapshot opened, and the prints of rows. Loaded through ctypes by ckpt/native.py,
+   whose structures mirror the ones here; ckpt/rows/torch_pool.py and ckpt/rows/prints.py do the
+   same in torch and are the reference.
 
    Memory order. Exactly one thread appends (under Python's lock), one at a time copies, and they
    meet without locks:
@@ -10,9 +10,13 @@
      copy:  copies rows [a, b), publishes upto = b, fences, and only then reads what was appended.
    So a row that touch doesn't append has been copied before; and one that is appended after copy
    looked is changed only after it was copied. */
+#define _GNU_SOURCE
+#include <errno.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #define AHEAD 16    /* prefetch distance, in ids */
 #define SLOTS 16    /* snapshots open at a time */
@@ -135,14 +139,36 @@ int rows_touch(pool_t *p, table_t **tables, const int64_t *bounds, int64_t segme
             tag[row] = now;
         }
     }
+    atomic_thread_fence(memory_order_release); /* a row is marked before it changes */
+    return 1;
+}
+
+/* Copy memory that may vanish meanwhile: torch moves a storage in place when it is shared with
+   another process or resized, and the caller holds no lock against that. The kernel reads it for
+   us, and says so where nothing is mapped any more. 0: some of it wasn't there. Where the kernel
+   isn't allowed to, plainly. */
+int rows_read(char *to, const char *from, int64_t n) {
+    while (n > 0) {
+        struct iovec here = {to, (size_t)n}, there = {(void *)from, (size_t)n};
+        ssize_t got = process_vm_readv(getpid(), &here, 1, &there, 1, 0);
+        if (got <= 0) {
+            if (got < 0 && errno != EFAULT) {
+                memcpy(to, from, (size_t)n);
+                return 1;
+            }
+            return 0;
+        }
+        to += got, from += got, n -= got;
+    }
     return 1;
 }
 
 /* Copy rows [a, b), all of one chunk, as they were when the snapshot of `slot` opened. `out` has a
-   destination for each component, or null for one that isn't wanted. Returns the records laid over. */
+   destination for each component, or null for one that isn't wanted. Returns the records laid over,
+   or -1 if the table's memory isn't there any more. */
 int64_t rows_copy(pool_t *p, table_t *t, int64_t slot, int64_t a, int64_t b, char **out) {
     for (int64_t k = 0; k < t->parts; k++)
-        if (out[k]) memcpy(out[k], t->part[k] + a * t->width[k], (b - a) * t->width[k]);
+        if (out[k] && !rows_read(out[k], t->part[k] + a * t->width[k], (b - a) * t->width[k])) return -1;
     int64_t was = atomic_load(&t->upto[slot]); /* never back: the snapshot may have been given up */
     while (was < b && !atomic_compare_exchange_weak(&t->upto[slot], &was, b)) {}
     atomic_thread_fence(memory_order_seq_cst);
@@ -185,4 +211,71 @@ int64_t rows_release(pool_t *p, table_t *t, int64_t chunk) {
 /* Make all tags older by `by` epochs; those below become 0, "long ago". */
 void rows_age(uint8_t *tag, int64_t rows, int by) {
     for (int64_t i = 0; i < rows; i++) tag[i] = tag[i] > by ? (uint8_t)(tag[i] - by) : 0;
+}
+
+#define ODD 0x9E3779B97F4A7C15ull
+#define ODD2 0xD6E8FEB86659FD93ull
+#define SOON 1024   /* bytes ahead that are fetched */
+
+typedef struct {
+    uint64_t a, b, c, d; /* chains: one alone would wait for each of its multiplications */
+} hash_t;
+
+static inline uint64_t mix(uint64_t x, uint64_t y) {
+    unsigned __int128 r = (unsigned __int128)x * y;
+    return (uint64_t)r ^ (uint64_t)(r >> 64);
+}
+
+static inline uint64_t word(const char *at) {
+    uint64_t w;
+    memcpy(&w, at, 8);
+    return w;
+}
+
+static inline hash_t feed(hash_t h, const char *at, int64_t n) {
+    for (; n >= 64; n -= 64, at += 64) {
+        h.a = mix(word(at) ^ h.a, word(at + 8) ^ ODD);
+        h.b = mix(word(at + 16) ^ h.b, word(at + 24) ^ ODD2);
+        h.c = mix(word(at + 32) ^ h.c, word(at + 40) ^ ODD);
+        h.d = mix(word(at + 48) ^ h.d, word(at + 56) ^ ODD2);
+    }
+    for (; n >= 16; n -= 16, at += 16) {
+        uint64_t a = h.a;
+        h.a = h.b, h.b = mix(word(at) ^ a, word(at + 8) ^ ODD);
+    }
+    if (n >= 8) {
+        h.c = mix(word(at) ^ h.c, ODD2);
+        n -= 8, at += 8;
+    }
+    if (n >= 4) {
+        uint32_t half;
+        memcpy(&half, at, 4);
+        h.d = mix(half ^ h.d, ODD);
+        n -= 4, at += 4;
+    }
+    for (; n; n--, at++) h.d = mix((uint8_t)*at ^ h.d, ODD2);
+    return h;
+}
+
+/* The prints of `rows` rows, 16 bits each, over their bytes in every part that isn't null, compared
+   with those in `prints` where tag[row] < since, and put there in any case. Returns how many differ;
+   `found` has the first `most` of them. */
+int64_t rows_print(uint16_t *prints, const uint8_t *tag, int since, int64_t rows, int64_t parts,
+                   const char **part, const int64_t *width, int64_t *found, int64_t most) {
+    int64_t differ = 0;
+    atomic_thread_fence(memory_order_acquire);
+    for (int64_t row = 0; row < rows; row++) {
+        hash_t h = {ODD, ODD2, ODD * 3, ODD2 * 5};
+        for (int64_t k = 0; k < parts; k++) {
+            if (!part[k]) continue;
+            const char *at = part[k] + row * width[k];
+            __builtin_prefetch(at + SOON);
+            h = feed(h, at, width[k]);
+            h.d += (uint64_t)k;
+        }
+        uint16_t print = (uint16_t)(mix(mix(h.a ^ ODD, h.b ^ ODD2) ^ h.c, h.d ^ ODD) >> 48);
+        if (tag[row] < since && prints[row] != print && differ++ < most) found[differ - 1] = row;
+        prints[row] = print;
+    }
+    return differ;
 }

@@ -34,7 +34,7 @@ from ckpt.manifest import (
 )
 from ckpt.pins import add_pin, pinned, remove_pin
 from ckpt.schema import decode_description
-from ckpt.storage import Storage, open_storage, owned
+from ckpt.storage import Storage, check_place, open_storage, owned
 from ckpt.types import Clock, CommitRef, FileEntry, SystemClock
 from ckpt.verify import verify_commit
 
@@ -118,6 +118,7 @@ class _Making:
         try:
             origin = decode(OriginRecord, self.target.read(layout.ORIGIN), layout.ORIGIN)
         except NotFoundError:
+            check_place(self.target)
             first = next(iter(self.target.list()), None)
             if first is not None:
                 raise ConflictError(

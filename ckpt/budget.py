@@ -28,11 +28,17 @@ class StagingBudget:
 
 
 def share_out(
-    config: CheckpointConfig, guarded_bytes: int, longest_row_bytes: int, upload_bytes: int
+    config: CheckpointConfig,
+    guarded_bytes: int,
+    longest_row_bytes: int,
+    upload_bytes: int,
+    marks_bytes: int = 0,
 ) -> StagingBudget:
     """Split `config.staging_bytes`, or the default for so many bytes of guarded tables.
 
     longest_row_bytes: the most that one row of a table takes in a ring buffer.
+    marks_bytes: what is kept of each row for good, to tell whether it changed. It comes off the overlay, of
+        which it leaves half at least: rows may be short.
 
     Raises BadInputError if that leaves too little for old rows.
     """
@@ -46,4 +52,4 @@ def share_out(
             f"staging_bytes = {staging}: {BUFFERS} ring buffers of {buffer} and {upload_bytes} for "
             f"uploads leave {max(overlay, 0)} for old rows; give more"
         )
-    return StagingBudget(staging, buffer, upload_bytes, max(overlay, 0))
+    return StagingBudget(staging, buffer, upload_bytes, max(overlay - marks_bytes, overlay // 2, 0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ import torch
 from ckpt import commit
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
+from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
 from ckpt.errors import (
     BadInputError,
@@ -35,26 +37,33 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import GuardedSink, LogSink
-from ckpt.manifest import AttemptRecord
-from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted
+from ckpt.live import Layout, LiveState, live_state
+from ckpt.manifest import AttemptRecord, canonical
+from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted, was_skipped
 from ckpt.pace import Pace
-from ckpt.persist import Persister, StagedSave, plan_tag, save_tag
+from ckpt.persist import FATAL, Persister, StagedSave, plan_tag, save_tag
 from ckpt.plan import RankPlan, make_plan, schema_key
 from ckpt.prefetch import Prefetch
 from ckpt.prune import Pruner
 from ckpt.pump import Pump
 from ckpt.receipts import Objects, Taken, seal_objects
+from ckpt.replicas import ReplicaCheck, Replicas
 from ckpt.restorer import Restorer, RestoreResult
 from ckpt.snapshot import Snapshot
 from ckpt.stager import Stager
 from ckpt.staging import Arena
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Root, Storage, check_place, storage_of
+from ckpt.storage.limits import limited
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
-from ckpt.values import encode_value
+from ckpt.united import UnitedValues, without_tensors
+from ckpt.values import decode_value, encode_value
+from ckpt.walk import StateWalk
 
 _WORTH_TELLING_S = 0.001
+_LOOK_S = 60.0  # without a save: after that rank 0 looks whether another attempt owns the root
 _SLOWEST_BYTES_PER_S = 64 << 20  # a save isn't spread thinner than this
+_MOST_TALK_BYTES = 64 << 20  # that rank 0 takes in of values which differ, of all ranks together
 
 __all__ = ["Checkpointer", "RestoreResult", "SaveHandle", "SaveStats"]
 
@@ -63,7 +72,7 @@ class Checkpointer:
     """Saves and restores one run's state. Make one per process, on every rank.
 
     Args:
-        root: where the run is kept: a path, a URL, or a Storage.
+        root: where the run is kept: a path (text or a pathlib.Path), a URL, or a Storage.
         config: how to save.
         rank, world_size, store: this process among the others; by default those of
             torch.distributed, or a single process where it isn't initialised.
@@ -76,7 +85,7 @@ class Checkpointer:
 
     def __init__(  # noqa: PLR0913 - the injected parts are keyword-only and all have defaults
         self,
-        root: str | Storage,
+        root: Root,
         config: CheckpointConfig | None = None,
         *,
         rank: int | None = None,
@@ -87,7 +96,7 @@ class Checkpointer:
         annotations: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config or CheckpointConfig()
-        self._storage = open_storage(root) if isinstance(root, str) else root
+        self._storage = storage_of(root)
         self._clock = clock or SystemClock()
         self._sink = GuardedSink(sink or LogSink())
         self._coordinator = join(self._storage.url, rank, world_size, store)
@@ -96,11 +105,19 @@ class Checkpointer:
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
+        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink)
+        self._layout: Layout | None = None  # of the last save, which `_plan` is for
         self._plan: RankPlan | None = None
+        self._replica_check: tuple[Layout, ReplicaCheck] | None = None
         pinned = torch.cuda.is_available()
         arenas = [Arena(pinned=pinned) for _ in range(self._config.max_pending)]
         self._engine = Engine(
-            arenas, self._config.when_busy, self._config.persist_priority, self._sink
+            arenas,
+            self._config.when_busy,
+            self._config.persist_priority,
+            self._sink,
+            idle=self._look if self._coordinator.rank == 0 else None,
+            idle_s=_LOOK_S,
         )
         self._stager = Stager(
             self._config,
@@ -115,6 +132,9 @@ class Checkpointer:
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
         self._last_step: int | None = None
+        self._newest: Future[CommitRef] | None = None  # of the save of that step
+        self._stalled_s = 0.0  # that save() has waited for slots since so many commits
+        self._stalled_since = 0
         self._last_save_s: float | None = None
         self._interval_s = math.inf  # between the last two saves
         self._closed = False
@@ -134,6 +154,23 @@ class Checkpointer:
     def attempt(self) -> AttemptRecord | None:
         """This life of the job, once restore() or the first save() has claimed its epoch."""
         return self._attempt
+
+    @property
+    def fatal(self) -> SidestageError | None:
+        """Why no later save can be committed, whatever the store does; None while nothing is known.
+
+        ConflictError where another attempt has claimed the root (see `when_superseded`), BadInputError
+        where a save failed for the state itself, on any rank. The next save() raises it.
+        """
+        return self._persister.fatal if self._persister is not None else None
+
+    def raise_fatal(self) -> None:
+        """Raise what `fatal` says: of the state once, of another attempt that owns the root always."""
+        if (fatal := self.fatal) is not None:
+            assert self._persister is not None
+            if not isinstance(fatal, ConflictError):
+                self._persister.fatal = None
+            raise fatal
 
     def restore(  # noqa: PLR0913 - keyword-only, and with defaults
         self,
@@ -166,6 +203,7 @@ class Checkpointer:
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
+        self._coordinator.check_place()
         tag = self._round("restore")
         try:
             flat = flatten(state, self._coordinator.rank)
@@ -189,11 +227,17 @@ class Checkpointer:
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
-        with restorer.pins, prefetched or contextlib.nullcontext():
+        with (
+            restorer.pins,
+            prefetched or contextlib.nullcontext(),
+            limited(None, self._outcomes.retried),
+        ):
             if not fresh:
                 result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
             elif step is not None:
                 raise BadInputError("restore(): give step or fresh, not both")
+            if result is None:  # else they are the same values by now, on all ranks
+                self._compare_values(tag, flat.values)
             self._begin_attempt(result.commit if result else None)
         if result is not None:
             self._last_step = result.step
@@ -217,7 +261,8 @@ class Checkpointer:
 
         rows: of a table, their numbers or a mask; None: all.
         """
-        self._stager.touched(tensor, rows)
+        if os.getpid() == self._process:  # a forked child's memory is in no snapshot
+            self._stager.touched(tensor, rows)
 
     def save(
         self, step: int, state: Mapping[str, Any], *, annotations: Mapping[str, str] | None = None
@@ -230,16 +275,20 @@ class Checkpointer:
         changed at once; with `snapshot = "copied"`, everything may. What it costs is that copy,
         and by the policy `when_busy` a wait for an earlier save.
 
-        Raises BadInputError for state that can't be stored (by key), annotations that aren't
-        strings, or a step that isn't above the last one; SaveError once `raise_after_failures`
-        saves in a row have failed. Trouble with storage never raises here: the handle carries it.
+        Raises BadInputError for state that can't be stored (by key), here or, as soon as that is known,
+        on another rank or in an earlier save; ConflictError once another attempt has claimed the root, see
+        `when_superseded`; BadInputError for annotations that aren't
+        strings, or a step that isn't above the last one, unless that one was skipped; SaveError once
+        `raise_after_failures` saves in a row have failed. Trouble with storage never raises here: the
+        handle carries it.
         """
         started = self._clock.monotonic()
         self._check_open()
         self._outcomes.raise_by_policy()
         if type(step) is not int or step < 0:
             raise BadInputError(f"save(step={step!r}): give a whole number from 0 on")
-        if self._last_step is not None and step <= self._last_step:
+        again = step == self._last_step and self._newest is not None and was_skipped(self._newest)
+        if self._last_step is not None and step <= self._last_step and not again:
             raise BadInputError(
                 f"save(step={step}): the last one was step {self._last_step}; steps must rise"
             )
@@ -251,48 +300,45 @@ class Checkpointer:
         self._last_save_s = started
         self._sequence += 1  # first of all: whatever fails below, the ranks' counts stay alike
         try:
-            self._stager.guard(state)
-            flat = flatten(state, self._coordinator.rank)
-            objects = self._objects(flat)
-        except Exception as e:
-            self._excuse(plan_tag(self._sequence), e)
-            self._excuse(save_tag(self._sequence), e)
+            self.raise_fatal()
+        except SidestageError as e:
+            self._excuse_from_save(
+                e
+                if isinstance(e, ConflictError)
+                else SaveSkippedError(
+                    f"step {step}: skipped, an earlier save's error was raised instead"
+                )
+            )
             raise
-        self._last_step = step
-        plan = self._planned(flat)
-        asked = self._clock.monotonic()
-        arena = self._engine.acquire(self._config.commit_timeout_s)
-        if (wait_s := self._clock.monotonic() - asked) > _WORTH_TELLING_S:
-            self._outcomes.waited("slot", wait_s)
-        if arena is None:
-            return self._skip(step, started)
         try:
-            snapshot = self._stager.stage(step, plan, flat, arena)
-        except BaseException as e:
-            self._engine.release(arena)
-            self._excuse(save_tag(self._sequence), SaveError(f"step {step}: {e!r}"))
+            parts = self._walk.take(state, self._stager.looking())
+            self._stager.guard(early=True)
+            live = live_state(parts, self._layout)
+        except Exception as e:
+            self._excuse_from_save(e)
             raise
-        save = StagedSave(
-            step=step,
-            sequence=self._sequence,
-            plan=plan,
-            kinds={n: leaf.kind for n, leaf in flat.leaves.items()},
-            snapshot=snapshot,
-            objects=objects,
-            annotations=notes,
-            saved_at_s=self._clock.time(),
-            deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
-            taken=Taken(
-                snapshot.guarded_bytes, snapshot.staged_bytes, dict(self._stager.copied_tables)
-            ),
-        )
-        return self._submit(save, arena, started)
+        try:
+            return self._take(step, live, notes, started)
+        finally:
+            live.release()
+
+    def decline(self) -> None:
+        """Take no part in a save, where `fatal` is known here already. Call it in the place of save().
+
+        Ranks that don't know yet and do save are told at once, and don't wait for this one's part.
+        """
+        fatal = self.fatal
+        if fatal is None:
+            raise BadInputError("decline() is for ranks that know why nothing can be committed")
+        self._sequence += 1  # ranks count their saves alike
+        self._excuse_from_save(fatal)
 
     def wait(self) -> None:
         """Wait until every save has ended; report failures by policy.
 
         Raises DeadlineError if that takes longer than `close_timeout_s`.
         """
+        self._check_process()
         if not self._engine.drain(self._config.close_timeout_s):
             raise DeadlineError(
                 f"{self._engine.pending} saves are still pending after "
@@ -305,6 +351,7 @@ class Checkpointer:
 
         Says nothing of how they ended: `stats` and the handles do.
         """
+        self._check_process()
         return self._engine.drain(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -315,8 +362,8 @@ class Checkpointer:
         A save that is being written then goes on alone; the event `save_failed` says so.
         Call it before the process group is destroyed: the last commit needs the job's store.
         """
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._process:
+            return  # in a forked child the saves, and the locks of their threads, are the parent's
         self._closed = True
         atexit.unregister(self._at_exit)
         self._drain_and_end("close() gave up waiting", timeout_s)
@@ -337,14 +384,55 @@ class Checkpointer:
             if error is None:  # never hide what ended the block
                 raise
 
+    def _take(
+        self, step: int, live: LiveState, notes: dict[str, str], started: float
+    ) -> SaveHandle:
+        """Snapshot a state that was taken apart, and hand it to the persist threads."""
+        self._last_step = step
+        plan = self._planned(live)
+        arena = self._acquire()
+        if arena is None:
+            return self._skip(step, started)
+        try:
+            replicas = self._look_at_replicas(live)
+            snapshot = self._stager.stage(step, plan, live, arena)
+        except SaveError as e:  # not of the state: training goes on
+            self._engine.release(arena)
+            self._excuse(save_tag(self._sequence), e)
+            committed = self._newest = uncommitted()
+            self._outcomes.failed(step, committed, e)
+            return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
+        except BaseException as e:
+            self._engine.release(arena)
+            self._excuse(save_tag(self._sequence), SaveError(f"step {step}: {e!r}"))
+            raise
+        save = StagedSave(
+            step=step,
+            sequence=self._sequence,
+            plan=plan,
+            kinds=live.layout.kinds,
+            snapshot=snapshot,
+            values=live.values,
+            per_rank=live.per_rank,
+            replicas=replicas,
+            annotations=notes,
+            saved_at_s=self._clock.time(),
+            deadline_s=self._clock.monotonic() + self._config.commit_timeout_s,
+            taken=Taken(
+                snapshot.guarded_bytes, snapshot.staged_bytes, dict(self._stager.copied_tables)
+            ),
+        )
+        return self._submit(save, arena, started)
+
     def _submit(self, save: StagedSave, arena: Arena, started: float) -> SaveHandle:
-        committed = uncommitted()
+        committed = self._newest = uncommitted()
         persister = self._persister
         assert persister is not None
 
         def run() -> None:
             try:
-                ref = persister.persist(save)
+                with limited(None, self._outcomes.retried):
+                    ref = persister.persist(save)
             except BaseException as e:  # the thread must go on, whatever a save met
                 self._outcomes.failed(save.step, committed, e)
             else:
@@ -354,10 +442,13 @@ class Checkpointer:
 
         def drop(why: str) -> None:
             save.snapshot.close()
-            self._give_up(save.step, save.sequence, committed, why)
+            self._outcomes.failed(
+                save.step, committed, self._given_up(save.step, save.sequence, why)
+            )
 
         def after() -> None:
-            self._prune(persister.settled, committed=committed.exception() is None)
+            with limited(None, self._outcomes.retried):
+                self._prune(persister.settled, committed=committed.exception() is None)
 
         self._engine.submit(Job(run, drop, arena, after))
         return self._outcomes.staged(
@@ -367,6 +458,7 @@ class Checkpointer:
             staged=save.snapshot.fixed,
             staged_bytes=save.snapshot.staged_bytes,
             guarded_bytes=save.snapshot.guarded_bytes,
+            proof_s=save.snapshot.proof_s,
         )
 
     def _pump(self, snapshot: Snapshot) -> Pump:
@@ -383,6 +475,10 @@ class Checkpointer:
         )
         return Pump(self._stager.ring, self._config, self._engine.threads, pace)
 
+    def _look(self) -> None:
+        if self._persister is not None:
+            self._persister.look()
+
     def _prune(self, settled: int, *, committed: bool) -> None:
         """Retention, after a save has ended. Whatever happens here, the save stays what it was."""
         if self._pruner is None:
@@ -394,32 +490,66 @@ class Checkpointer:
         except Exception as e:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
-    def _skip(self, step: int, started: float) -> SaveHandle:
-        committed = uncommitted()
-        why = f"{self._engine.pending} earlier saves are pending"
-        self._give_up(step, self._sequence, committed, why)
-        return self._outcomes.staged(step, self._clock.monotonic() - started, committed)
+    def _acquire(self) -> Arena | None:
+        """A slot for a save. Training waits for a slow store `stall_limit_s` in all until a save commits."""
+        config, commits = self._config, self.stats.commits
+        if commits != self._stalled_since:
+            self._stalled_since, self._stalled_s = commits, 0.0
+        most_s = min(config.stall_limit_s, config.commit_timeout_s)
+        asked = self._clock.monotonic()
+        arena = self._engine.acquire(max(0.0, most_s - self._stalled_s))
+        wait_s = self._clock.monotonic() - asked
+        self._stalled_s += wait_s
+        if wait_s > _WORTH_TELLING_S:
+            self._outcomes.waited("slot", wait_s)
+        return arena
 
-    def _give_up(self, step: int, sequence: int, committed: Future[CommitRef], why: str) -> None:
-        """End a save without writing it, on all ranks."""
+    def _skip(self, step: int, started: float) -> SaveHandle:
+        error = self._given_up(
+            step, self._sequence, f"{self._engine.pending} earlier saves are pending"
+        )
+        handle = self._outcomes.skipped(step, self._clock.monotonic() - started, error)
+        self._newest = handle.committed
+        return handle
+
+    def _given_up(self, step: int, sequence: int, why: str) -> SaveSkippedError:
+        """Why a save ends without being written, as all ranks are told."""
         error = SaveSkippedError(f"step {step}: skipped, {why}")
         self._excuse(save_tag(sequence), error)
-        self._outcomes.failed(step, committed, error)
+        return error
+
+    def _excuse_from_save(self, error: Exception) -> None:
+        self._excuse(plan_tag(self._sequence), error)
+        self._excuse(save_tag(self._sequence), error)
 
     def _excuse(self, tag: str, error: Exception) -> None:
         """Say on the other ranks why this one takes no part: they must not wait for it."""
+        told = describe(error)
+        if isinstance(error, BadInputError | ConflictError):
+            told[FATAL] = True  # of the state, or of the root: not of the store
         with contextlib.suppress(StorageError):  # without the job's store nobody can commit
             if self._coordinator.rank == 0:
-                self._coordinator.announce(tag, describe(error))
+                self._coordinator.announce(tag, told)
             else:
-                self._coordinator.post(tag, describe(error))
+                self._coordinator.post(tag, told)
+
+    def _look_at_replicas(self, live: LiveState) -> Replicas:
+        if self._coordinator.world_size == 1:
+            return Replicas(())
+        if self._replica_check is None or self._replica_check[0] is not live.layout:
+            self._replica_check = live.layout, ReplicaCheck(live.layout.replicated())
+        return self._replica_check[1].look(live.replica, self._sequence)
 
     def _objects(self, flat: FlatState) -> Objects:
         """This rank's values; refuses those that can't be stored."""
         per_rank = {k: encode_value(v, k) for k, v in flat.per_rank.items()}
         return seal_objects(encode_value(flat.values), per_rank)
 
-    def _planned(self, flat: FlatState) -> RankPlan:
+    def _planned(self, live: LiveState) -> RankPlan:
+        """The plan of this state: made anew where its layout isn't that of the last save."""
+        if self._plan is not None and live.layout is self._layout:
+            return self._plan
+        flat = live.flat
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
 
         def decide(mine: dict[str, Any], rule: Callable[[list[dict[str, Any]]], Any]) -> Any:
@@ -431,11 +561,44 @@ class Checkpointer:
             return self._coordinator.decide(tag, mine, checked, self._config.commit_timeout_s)
 
         if self._plan is None or self._plan.key != schema_key(flat, world_size):
-            self._plan = make_plan(flat, rank, world_size, decide)
+            self._plan = None  # what is refused below is refused again
+            plan = make_plan(flat, rank, world_size, decide, live.layout.led)
+            values = decode_value(json.loads(live.values), "values")
+            self._compare_values(plan_tag(self._sequence), values)
+            self._plan = plan
+        self._layout = live.layout  # only now: the next save of this layout has a plan
         return self._plan
+
+    def _compare_values(self, tag: str, values: Any) -> None:
+        """BadInputError on all ranks if two hold different values for one key. Collective.
+
+        What is too long to be sent about is compared by receipts, when the save is to be committed.
+        """
+        if self._coordinator.world_size == 1:
+            return
+        timeout_s = self._config.commit_timeout_s
+        text = canonical(encode_value(without_tensors(values)))
+        mine: dict[str, Any] = {"digest": digest_of(text)}
+        if self._coordinator.decide(
+            f"{tag}/digests", mine, lambda ps: len({p["digest"] for p in ps}) == 1, timeout_s
+        ):
+            return
+
+        def unite(payloads: list[dict[str, Any]]) -> None:
+            united = UnitedValues()
+            for rank, p in enumerate(payloads):
+                if p["values"] is not None:
+                    united.add(
+                        rank, decode_value(json.loads(p["values"]), f"values of rank {rank}")
+                    )
+
+        short = len(text) <= _MOST_TALK_BYTES // self._coordinator.world_size
+        mine = {"values": text.decode() if short else None}
+        self._coordinator.decide(f"{tag}/values", mine, unite, timeout_s)
 
     def _begin_unrestored(self) -> None:
         """A first save without restore(): only on a root that has nothing to lose."""
+        self._coordinator.check_place()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -455,6 +618,7 @@ class Checkpointer:
         """Claim an epoch for all ranks, and start to be able to commit."""
 
         def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            check_place(self._storage)  # before the probe, which writes
             if not self._storage.probe():
                 self._sink.emit("single_writer_only", root=self._storage.url)
             run = commit.open_run(self._storage, self._clock)
@@ -500,6 +664,9 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise BadInputError("this Checkpointer is closed; make a new one")
+        self._check_process()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise BadInputError(
                 "this Checkpointer was made before a fork; use it in its own process"

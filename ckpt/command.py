@@ -14,17 +14,27 @@ if TYPE_CHECKING:
     import click
 
 
-def run_command(command: click.Command, argv: Sequence[str] | None = None) -> int:
+def run_command(
+    command: click.Command, argv: Sequence[str] | None = None, *, hands_on: str | None = None
+) -> int:
     """Run a click command and return its exit code.
 
     0 done; 1 a defect; 2 bad input; 3 not found; 4 conflict; 5 corrupt; 6 storage or deadline;
     7 save failed; 130 interrupted. `--debug` anywhere on the line shows the trace.
+
+    Args:
+        command: the group of commands.
+        argv: by default this process's.
+        hands_on: a command whose arguments are another program's: `--debug` is ours up to its name or
+            right after it, and that program's from there on.
     """
     import click
 
     args = list(sys.argv[1:] if argv is None else argv)
     streams = (sys.stdout, sys.stderr)
-    debug = "--debug" in args
+    named = next((n for n, a in enumerate(args) if not a.startswith("-")), None)
+    until = named + 2 if named is not None and args[named] == hands_on else len(args)
+    debug = "--debug" in args[:until]
     if debug:
         args.remove("--debug")
     try:

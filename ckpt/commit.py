@@ -21,7 +21,7 @@ from ckpt.manifest import (
     decode,
     encode,
 )
-from ckpt.storage import Storage
+from ckpt.storage import Storage, check_place
 from ckpt.types import Clock, CommitRef
 
 TOOL = "sidestage"
@@ -30,10 +30,14 @@ T = TypeVar("T")
 
 
 def open_run(storage: Storage, clock: Clock) -> RunRecord:
-    """The root's run record, made now if this is the first trainer of the root."""
+    """The root's run record, made now if this is the first trainer of the root.
+
+    Raises BadInputError where no run may begin, see `check_place`.
+    """
     try:
         return decode(RunRecord, storage.read(layout.RUN), layout.RUN)
     except NotFoundError:
+        check_place(storage)
         record = RunRecord(secrets.token_hex(8), clock.time(), TOOL)
     with contextlib.suppress(ConflictError):  # another job was first: its record counts
         storage.create(layout.RUN, encode(record))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,6 +20,7 @@ _MOST_SECONDS = 30 * 24 * 3600
 _MOST_PENDING = 16  # snapshots that row guards can tell apart; more would be copied whole
 
 WhenBusy = Literal["block", "skip", "coalesce"]
+WhenSuperseded = Literal["end", "ignore"]
 Compression = Literal["auto", "off"]
 Snapshot = Literal["guarded", "copied"]
 Proof = Literal["sampled", "full"]
@@ -25,7 +28,6 @@ Priority = Literal["idle", "normal"]
 S3Addressing = Literal["auto", "path", "virtual"]
 S3Encryption = Literal["AES256", "aws:kms", "aws:kms:dsse"]
 S3_ENVIRONMENT = "SIDESTAGE_S3_"
-LAUNCHER_PID = "SIDESTAGE_LAUNCHER_PID"
 
 T = TypeVar("T")
 
@@ -84,8 +86,12 @@ class CheckpointConfig:
         of what isn't guarded of this rank's state in host memory, allocated once and reused.
     when_busy: what save() does when that many are pending: "block" until one is done, "skip"
         this save and count it, or "coalesce": give up the newest one that no thread has begun.
+        Where that takes longer than `stall_limit_s`, the save is skipped all the same.
     commit_timeout_s: how long a save may take from staged to committed.
     close_timeout_s: how long close() waits for pending saves.
+    when_superseded: another attempt has claimed the root, so that no save of this one can be committed
+        any more: "end" raises ConflictError from the next save(), and a session from its next step;
+        "ignore" trains on, and each save fails.
     raise_after_failures: raise from the next save() or close() once so many saves in a row
         have failed; None never raises, failures are then only counted and reported.
     snapshot: "guarded" leaves embedding tables and what optimizers own in place when save()
@@ -95,11 +101,12 @@ class CheckpointConfig:
     staging_bytes: memory for the ring, the overlay and upload buffers of guarded snapshots. None:
         a fifth of the guarded tables, at least 64 MiB. It's host memory, but for the overlay of
         tables on a CUDA device: old rows stay on the device, in the same part of its tables.
-    stall_limit_s: a snapshot that has made training wait for so long, because its overlay was
-        full and storage too slow, is given up and counted as failed.
-    proof: "sampled" compares random rows of each snapshot with the live tables again before it
-        closes, to find writes that no guard saw; "full" compares all rows against a whole copy
-        taken in save(): slow and big, to debug a trainer.
+    stall_limit_s: how long training may wait for a slow store. A snapshot that has made it wait for
+        so long, because its overlay was full, is given up and counted as failed. Waits of save() for
+        earlier saves are added up until one of them commits; then they are skipped.
+    proof: "sampled" reads some megabytes of what is left in place in save(), in turn, and compares
+        them with what is written, to find writes that no guard saw; "full" reads all of it: slow, to
+        debug a trainer.
     persist_target_s: spread the writing of a guarded snapshot over so many seconds, so that
         training hardly notices. None: half the time between saves, but not slower than
         64 MiB/s; 0: as fast as possible. It's shortened as the overlay fills.
@@ -117,6 +124,7 @@ class CheckpointConfig:
     when_busy: WhenBusy = "block"
     commit_timeout_s: float = 600.0
     close_timeout_s: float = 600.0
+    when_superseded: WhenSuperseded = "end"
     raise_after_failures: int | None = None
     snapshot: Snapshot = "guarded"
     staging_bytes: int | None = None
@@ -140,6 +148,7 @@ class CheckpointConfig:
             raise BadInputError(f"digest = {self.digest!r}: use one of {', '.join(DIGEST_NAMES)}")
         for name, kind in (
             ("when_busy", WhenBusy),
+            ("when_superseded", WhenSuperseded),
             ("compression", Compression),
             ("snapshot", Snapshot),
             ("proof", Proof),
@@ -314,20 +323,38 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise BadInputError(f"{path}: not valid TOML: {e}") from e
 
 
-def trust_file() -> Path:
-    """Where this host's list of trusted code lies; see `ckpt.trust`."""
+def trust_file() -> Path | None:
+    """Where this host's list of trusted code lies; see `ckpt.trust`. None: this user has no home folder."""
     if named := os.environ.get("SIDESTAGE_TRUST_FILE"):
         return Path(named)
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "sidestage" / "trusted-code"
+    base = _below_home("XDG_CONFIG_HOME", ".config")
+    return base / "sidestage" / "trusted-code" if base is not None else None
 
 
-def spool_folder() -> Path:
-    """Where this host keeps what is on its way to a store: $SIDESTAGE_SPOOL_DIR, else a cache folder."""
+def spool_folders() -> tuple[Path, ...]:
+    """Where this host may keep what is on its way to a store, the best first.
+
+    $SIDESTAGE_SPOOL_DIR and nowhere else, or this user's cache folder, or one in the temporary folder.
+    """
     if named := os.environ.get("SIDESTAGE_SPOOL_DIR"):
+        return (Path(named),)
+    folders = []
+    if (base := _below_home("XDG_CACHE_HOME", ".cache")) is not None:
+        folders.append(base / "sidestage" / "spool")
+    with suppress(FileNotFoundError):  # no folder for temporary files can be written to
+        folders.append(Path(tempfile.gettempdir()) / f"sidestage-spool-{os.getuid()}")
+    return tuple(folders)
+
+
+def _below_home(variable: str, default: str) -> Path | None:
+    if named := os.environ.get(variable):
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sidestage" / "spool"
+    try:
+        return Path.home() / default
+    except (
+        RuntimeError
+    ):  # no HOME, and a user id without a name: some container platforms give those
+        return None
 
 
 def access_token(file: Path | None) -> str | None:
@@ -381,14 +408,6 @@ def job_moments() -> dict[str, float | None]:
     return found
 
 
-def launcher_pid() -> int:
-    """The process that began this job here: `trainer launch` says which, else it's the parent."""
-    try:
-        return int(os.environ[LAUNCHER_PID])
-    except (KeyError, ValueError):
-        return os.getppid()
-
-
 def launched_by_torchrun() -> bool:
     """Is the parent of this process torchrun?"""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -405,6 +424,23 @@ def launched_ranks() -> tuple[int, int, int]:
     except (KeyError, ValueError):
         return 0, 1, 1
     return rank, world_size, max(1, ranks_here)
+
+
+def check_joined(what: str) -> None:
+    """For a process that is in no process group: BadInputError if a launcher has started several ranks.
+
+    what: would take this process for the only one.
+    """
+    try:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return
+    if world_size > 1:
+        raise BadInputError(
+            f"WORLD_SIZE is {world_size} and this process is in no process group: call "
+            f"torch.distributed.init_process_group first ({what} would take this process for the only "
+            f"one), or pass rank and world_size"
+        )
 
 
 def restart_count() -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 
 from ckpt import errors
-from ckpt.config import restart_count
+from ckpt.config import check_joined, restart_count
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, DeadlineError, SidestageError, StorageError
 
@@ -40,9 +40,18 @@ class Coordinator:
         world_size: how many take part.
         store: the job's store; needed only with more than one rank.
         namespace: prefix of all keys; unique per checkpointer in the job.
+        assumed: nobody said that this process is alone; it was in no process group.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store | None, namespace: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        namespace: str,
+        *,
+        assumed: bool = False,
+    ) -> None:
         if world_size > 1 and store is None:
             raise BadInputError(
                 f"world_size is {world_size} but there is no store: call "
@@ -52,6 +61,15 @@ class Coordinator:
         self.world_size = world_size
         self._store = store
         self._namespace = namespace
+        self._assumed = assumed
+
+    def check_place(self) -> None:
+        """BadInputError if this process has joined others since it was taken for the only one."""
+        if self._assumed and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            raise BadInputError(
+                f"this Session or Checkpointer was made before the process group of {ranks} ranks, and each "
+                f"rank would save for itself: make it after torch.distributed.init_process_group"
+            )
 
     def clone(self) -> Coordinator:
         """The same conversation over a connection of its own, for another thread."""
@@ -174,9 +192,13 @@ class Coordinator:
 def join(url: str, rank: int | None, world_size: int | None, store: Store | None) -> Coordinator:
     """This process's place among the ranks; what isn't given is taken from torch.distributed.
 
-    Checkpointers of different roots (`url`) don't hear each other.
+    Checkpointers of different roots (`url`) don't hear each other. BadInputError where a launcher has
+    started several ranks and this one hasn't joined them.
     """
     initialised = dist.is_available() and dist.is_initialized()
+    alone = not initialised and (world_size is None or (rank is None and world_size > 1))
+    if alone:
+        check_joined("a Session, a Checkpointer or a plan")
     if rank is None:
         rank = dist.get_rank() if initialised else 0
     if world_size is None:
@@ -184,7 +206,7 @@ def join(url: str, rank: int | None, world_size: int | None, store: Store | None
     if not 0 <= rank < world_size:
         raise BadInputError(f"rank {rank} is outside [0, {world_size})")
     if world_size == 1:
-        return Coordinator(rank, world_size, None, "")
+        return Coordinator(rank, world_size, None, "", assumed=alone)
     if store is None and initialised:
         # Not public, but the only way to the job's store; `store=` avoids it.
         store = cast(Store, dist.distributed_c10d._get_default_store())

@@ -19,6 +19,7 @@ from ckpt.threads import WriteThreads, use_one_core
 from ckpt.types import EventSink
 
 Slot = TypeVar("Slot")
+_END_S = 10.0
 _WRITERS = 2  # one doesn't reach a disk's speed while it digests, and more bring nothing
 
 
@@ -43,21 +44,29 @@ class Engine(Generic[Slot]):
         when_busy: what `acquire` does when no slot is free.
         priority: of the threads while they write, see CheckpointConfig.persist_priority.
         sink: hears if the system refuses that priority.
+        idle: called on the thread when it has had nothing to do for `idle_s`, again and again. Must not
+            raise.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first two have defaults
         self,
         slots: list[Slot],
         when_busy: WhenBusy,
         priority: Priority = "idle",
         sink: EventSink | None = None,
+        *,
+        idle: Callable[[], None] | None = None,
+        idle_s: float = 60.0,
     ) -> None:
         self.threads = WriteThreads(_WRITERS, priority, sink or LogSink())
         self._free = deque(slots)
         self._when_busy = when_busy
         self._queue: deque[Job[Slot]] = deque()
-        self._running = 0
+        self._running = False
+        self._after = False  # the slot of a job is free, and what comes after it goes on
         self._closed = False
+        self._idle = idle
+        self._idle_s = idle_s if idle is not None else None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="sidestage-persist", daemon=True)
         self._thread.start()
@@ -104,7 +113,9 @@ class Engine(Generic[Slot]):
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False if the deadline passes first. Hurries what is."""
         with self.threads.hurried(), self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s)
+            return self._changed.wait_for(
+                lambda: not (self._queue or self._running or self._after), timeout_s
+            )
 
     def close(self, timeout_s: float) -> bool:
         """Drain, then end the thread. What is still waiting at the deadline is dropped."""
@@ -116,24 +127,30 @@ class Engine(Generic[Slot]):
         for job in left:
             job.drop(f"close() gave up after {timeout_s:g} s")
         if drained:
-            self._thread.join(timeout_s)
+            self._thread.join(min(timeout_s, _END_S))  # `idle` may be with a store that hangs
         return drained
 
     def _loop(self) -> None:
         use_one_core()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
-                if not self._queue:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed, self._idle_s)
+                job = self._queue.popleft() if self._queue else None
+                if job is not None:
+                    self._running = True
+                elif self._closed:
                     break
-                job = self._queue.popleft()
-                self._running = 1
+            if job is None:
+                if self._idle is not None:
+                    self._idle()
+                continue
             job.run()
             with self._changed:
+                self._running, self._after = False, True
                 self._free.append(job.slot)
                 self._changed.notify_all()
             job.after()
             with self._changed:
-                self._running = 0
+                self._after = False
                 self._changed.notify_all()
         self.threads.close()

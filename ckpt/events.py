@@ -8,10 +8,13 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `save_staged` | step, blocked_s, staged_bytes, guarded_bytes |
 | `save_persisted` | step, bytes, persist_s, lag_s: from save() until this rank's receipt was stored |
 | `save_committed` | step, epoch |
-| `save_failed`, `save_skipped` | step, error |
+| `save_failed` | step, error |
+| `save_skipped` | step, error; blocked_s where this rank took no snapshot, and there is no `save_staged` |
 | `save_finished` | step, epoch: of an earlier attempt's save that lacked only its commit |
 | `save_not_finished` | step, epoch, error |
+| `large_value` | key, values, bytes, encode_s: no tensor, and written anew at each save; once for a key |
 | `trainer_waited` | why ("overlay", "fence" or "slot"), wait_s |
+| `store_retried` | key, kind ("throttled", "outage", "credentials"), pause_s, error: a call comes again |
 | `overlay` | bytes in use, fraction of its share |
 | `untracked_write` | step, table, rows: the first of those that changed unseen, as far as they are known |
 | `prefetched` | objects that this rank's restore had from memory, warmed_bytes of its chunks, error |

@@ -7,25 +7,34 @@ optimizer's step, the fence, copies what is left by then.
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from ckpt.errors import UntrackedWriteError
-from ckpt.native import move
+from ckpt.native import read_live
 from ckpt.rows.device import CudaDevice, Device, Mark
-from ckpt.tree import identity
+from ckpt.stretches import Stretch
+from ckpt.tree import foreign_memory, identity
 from ckpt.types import Clock
 
 _LIFT_AGAIN_S = 0.02  # their watchdog may have lowered the persist threads meanwhile
-_SAMPLED = 64  # values of each tensor
 _PIECE_BYTES = 4 << 20  # long enough to be worth a call, short enough to wait for
+_LOOKS = 128  # places of a tensor that are looked at again, at most
+_LOOK_BYTES = 64
+_APART_BYTES = 512 << 10  # an operation on less is over before anybody could look
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +42,37 @@ class Copy:
     """A tensor of the state, by its key, and the host memory of its shape that it's copied to.
 
     whole: what `live` is a part of, where that counts changes apart: a DTensor.
+    stretches: parts of it that were read in save(), to be compared with the copy.
     """
 
     fqn: str
     live: torch.Tensor
     home: torch.Tensor
     whole: torch.Tensor | None = None
+    stretches: Sequence[Stretch] = ()
 
-    def version(self) -> tuple[int, int]:
-        """Rises with every in-place operation; writes through `.data` don't count."""
-        return self.live._version, self.whole._version if self.whole is not None else 0
+    def version(self) -> tuple[int, int, int]:
+        """Changes with every in-place operation, and where the memory was moved; `.data` doesn't count."""
+        whole = self.whole._version if self.whole is not None else 0
+        return self.live._version, whole, self.live.data_ptr()
+
+    def still(self, chance: random.Random) -> bool:
+        """Does the tensor still hold what was copied, at some places of it? Host memory only.
+
+        An in-place operation counts when it ends, and one that is under way has changed a part.
+        """
+        live, home = (t.detach().reshape(-1).view(torch.uint8) for t in (self.live, self.home))
+        now = torch.empty(_LOOK_BYTES, dtype=torch.uint8, device="cpu")
+        for _ in range(min(_LOOKS, live.numel() // _APART_BYTES)):
+            a = chance.randrange(live.numel() - _LOOK_BYTES)
+            part = slice(a, a + _LOOK_BYTES)
+            if not read_live(now, live[part]) or not torch.equal(now, home[part]):
+                return False
+        return True
+
+    def differs(self) -> bool:
+        """Isn't the copy what was read in save()? Runs on a persist thread, once it's made."""
+        return not all(stretch.same(self.home) for stretch in self.stretches)
 
 
 def _cuda_device(device: torch.device) -> Device | None:
@@ -78,6 +108,11 @@ class StepFence:
 
     def open(self, copies: Sequence[Copy]) -> DenseCopy:
         """Begin to copy tensors that `owned_by_steps` named. On the training thread."""
+        # First of all hooks: another one may change what is still to be copied.
+        hooks = cast("OrderedDict[int, Any]", _global_optimizer_pre_hooks)
+        if self._hook.id not in hooks:  # another library has cleared them
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+        hooks.move_to_end(self._hook.id, last=False)
         there: dict[torch.device, list[Copy]] = {}
         for c in copies:
             there.setdefault(c.live.device, []).append(c)
@@ -97,6 +132,8 @@ class StepFence:
 
     def finish(self) -> None:
         """Copy what is left of all open snapshots, now. On the training thread."""
+        for c in self._open:
+            c.may_change = True
         waiting = [c for c in self._open if not c.done]
         self._open = []
         if waiting:
@@ -106,6 +143,7 @@ class StepFence:
             self._waited(self._clock.monotonic() - started)
 
     def close(self) -> None:
+        """Take the hook off, and nothing else: also in a forked child, where no lock is to be had."""
         self._hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -119,6 +157,7 @@ class _DeviceCopies:
 
     def __init__(self, device: Device, copies: Sequence[Copy]) -> None:
         self._checked = False
+        self.copies = copies
         self._versions = [(c, c.version()) for c in copies]
         opened = device.mark()
         with device.beside():
@@ -168,8 +207,8 @@ class DenseCopy:
         self._beside = tuple(beside)
         self._ordered = not beside
         self._copies = copies
+        self._all = [*copies, *(c for there in beside for c in there.copies)]
         self._versions = [c.version() for c in copies]
-        self._known = [_sample(c.live) for c in copies]
         self._left: list[int] = []
         self._pieces: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for n, c in enumerate(copies):
@@ -179,6 +218,8 @@ class DenseCopy:
         self._next = 0
         self._running = 0
         self.overwritten: list[str] = []
+        self.may_change = False
+        """A step has begun, or an edit was announced: training changes what was copied before."""
 
     @property
     def done(self) -> bool:
@@ -187,7 +228,7 @@ class DenseCopy:
 
     def help(self) -> None:
         """Copy until nothing is left to begin. Runs on a persist thread."""
-        while self._copy_one(move):
+        while self._copy_one(_read):
             pass
         self._settle_devices()
 
@@ -215,12 +256,17 @@ class DenseCopy:
         self.help()
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
+        self._note([c.fqn for c in self._all if c.differs() or foreign_memory(c.live)])
+        chance = random.Random()  # of its own: the trainer's numbers stay what they are
+        changing = [] if self.may_change else [c.fqn for c in self._copies if not c.still(chance)]
+        if not self.may_change:  # nor has it begun meanwhile
+            self._note(changing)
         if self.overwritten:
-            shown = ", ".join(self.overwritten[:4])
+            found = list(dict.fromkeys(self.overwritten))
             raise UntrackedWriteError(
-                f"{shown}{' ...' if len(self.overwritten) > 4 else ''}: changed outside of an "
-                f"optimizer's step before the snapshot had it; call touched() on it before, or save "
-                f'with snapshot = "copied"'
+                f"{', '.join(found[:4])}{' ...' if len(found) > 4 else ''}: changed outside of an "
+                f"optimizer's step before the snapshot had it; it's copied in save() from now on. Call "
+                f'touched() on it before, or save with snapshot = "copied"'
             )
 
     def abandon(self) -> None:
@@ -231,7 +277,7 @@ class DenseCopy:
         self._settle_devices()
         self._ordered = True
 
-    def _copy_one(self, by: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
+    def _copy_one(self, by: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
         with self._changed:
             if self._next >= len(self._pieces):
                 return False
@@ -239,27 +285,22 @@ class DenseCopy:
             # In this order: `done` is read without the lock, and must not miss a copy.
             self._running += 1
             self._next += 1
+        copied = False
         try:
-            by(home, live)
+            # Memory that was moved isn't read: it may be anybody's by now.
+            copied = self._copies[n].version()[-1] == self._versions[n][-1] and by(home, live)
         finally:
             with self._changed:
                 self._running -= 1
                 self._left[n] -= 1
                 # The last piece was copied before this look.
-                if not self._left[n] and self._was_changed(n):
+                last = not self._left[n]
+                if not copied or (last and self._copies[n].version() != self._versions[n]):
                     self.overwritten.append(self._copies[n].fqn)
                     self._unsteady.add(self._copies[n].fqn)
                 if not self._running:
                     self._changed.notify_all()
         return True
-
-    def _was_changed(self, n: int) -> bool:
-        """In-place operations count up; of what doesn't count, such as `.data`, a sample tells."""
-        copy, known = self._copies[n], self._known[n]
-        if copy.version() != self._versions[n]:
-            return True
-        copied = _sample(copy.home)
-        return known is not None and copied is not None and not torch.equal(known, copied)
 
     def _settle_devices(self) -> None:
         for copies in self._beside:
@@ -272,29 +313,41 @@ class DenseCopy:
 
 
 def owned_by_steps(
-    optimizers: Iterable[Optimizer], elsewhere: Iterable[torch.Tensor]
+    optimizers: Iterable[Optimizer], elsewhere: Iterable[torch.Tensor], above_bytes: int = 0
 ) -> set[tuple[Any, ...]]:
     """Identities of the tensors that only the steps of `optimizers` change; see `identity`.
 
-    elsewhere: tensors that something else changes, too, such as fused tables; what shares memory
-    with them isn't owned.
+    A parameter counts once its optimizer changes it: it has a gradient, or state made of one. An optimizer
+    may list others, too, which something else changes, such as fused tables that belong to a
+    lookup's backward. Memory that isn't torch's own, or another process's too, is nobody's.
+
+    above_bytes: of those that are larger than that.
+    elsewhere: tensors that something else changes, too; what shares memory with them isn't owned.
     """
     foreign = {t.untyped_storage().data_ptr() for t in elsewhere}
     owned = set()
     for tensor in _held(optimizers):
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if tensor.layout is not torch.strided or tensor.nbytes <= above_bytes:
             continue
-        if tensor.untyped_storage().data_ptr() not in foreign:
-            owned.add(identity(tensor))
+        if not tensor.is_contiguous():
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in foreign:
+            continue
+        if foreign_memory(tensor):
+            continue
+        owned.add(identity(tensor))
     return owned
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """This rank's memory of all parameters and state tensors."""
+    """This rank's memory of the parameters that optimizers change, and of their state."""
     for optimizer in optimizers:
         if any(c.__name__ == "FusedOptimizer" for c in type(optimizer).__mro__):
             continue  # TorchRec's: a lookup's backward is its step
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held: list[Any] = []
+        for group in optimizer.param_groups:
+            held += [p for p in group["params"] if p.grad is not None or optimizer.state.get(p)]
         for state in optimizer.state.values():
             held += state.values() if isinstance(state, dict) else (state,)
         for tensor in held:
@@ -304,24 +357,19 @@ def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The bytes of some values, evenly spread; None if the memory isn't contiguous."""
-    if not tensor.is_contiguous() or not tensor.numel():
-        return None
-    flat = tensor.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLED)].contiguous().clone().view(torch.uint8)
-
-
-def _copy(home: torch.Tensor, live: torch.Tensor) -> None:
+def _copy(home: torch.Tensor, live: torch.Tensor) -> bool:
     """With all of torch's threads: training waits."""
     home.copy_(live)
+    return True
+
+
+def _read(home: torch.Tensor, live: torch.Tensor) -> bool:
+    """On this thread alone, of memory that may go meanwhile."""
+    return read_live(home, live)
 
 
 def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A tensor in pieces of some megabytes; one whose memory isn't contiguous, whole."""
-    if not copy.live.is_contiguous():
-        yield copy.live, copy.home
-        return
+    """A tensor in pieces of some megabytes."""
     live, home = copy.live.reshape(-1), copy.home.reshape(-1)
     step = max(1, _PIECE_BYTES // copy.live.element_size())
     for a in range(0, live.numel(), step):

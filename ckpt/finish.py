@@ -9,7 +9,6 @@ refused again: a rank that failed or skipped has no receipt, and the same checks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ckpt import layout
 from ckpt.catalog import Catalog
@@ -21,9 +20,11 @@ from ckpt.errors import (
 )
 from ckpt.manifest import AttemptRecord, Receipt, unseal
 from ckpt.receipts import Part, commit_parts
-from ckpt.restore import OBJECTS_KIND, merge_values
+from ckpt.replicas import UNLIKE, differing
+from ckpt.restore import OBJECTS_KIND
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, EventSink
+from ckpt.united import UnitedValues
 from ckpt.values import decode_value
 from ckpt.written import WrittenSave, find_receipts, uncommitted
 
@@ -93,8 +94,15 @@ def finish_newest(storage: Storage, clock: Clock, sink: EventSink) -> CommitRef 
 
 def _merge_all(storage: Storage, receipts: Sequence[Receipt]) -> None:
     """Ranks may have different keys, but no two values for one key: name the one that has."""
-    merged: Any = None
+    united = UnitedValues()
+    replicas: list[dict[str, str]] = []
     for r in receipts:
         key = layout.rank_objects_key(layout.data_prefix(r.epoch, r.step, r.save_id), r.rank)
-        tree = decode_value(unseal(OBJECTS_KIND, storage.read(key), key)["values"], key)
-        merged = tree if r.rank == 0 else merge_values(merged, tree, "")
+        body = unseal(OBJECTS_KIND, storage.read(key), key)
+        united.add(r.rank, decode_value(body["values"], key))
+        replicas.append(body.get("replicas", {}))
+    if (found := differing(replicas)) is not None:
+        tensor, rank = found
+        raise BadInputError(
+            f"{tensor}: ranks 0 and {rank} hold different values of this plain tensor; {UNLIKE}"
+        )

@@ -41,7 +41,7 @@ from ckpt.receipts import (
     seal_objects,
     store_part,
 )
-from ckpt.storage import Storage
+from ckpt.storage import Storage, check_place
 from ckpt.tree import torch_dtype
 from ckpt.types import Clock, CommitRef, SystemClock
 from ckpt.values import encode_value
@@ -60,8 +60,9 @@ class Target:
         """The commit to continue.
 
         Raises ConflictError if the root has commits and `onto` is None: an import begins a new
-        attempt, and whatever it doesn't continue is abandoned.
+        attempt, and whatever it doesn't continue is abandoned. BadInputError where no run may begin.
         """
+        check_place(self.storage)
         if self.onto is None and (steps := self._steps()):
             raise ConflictError(
                 f"{self.storage.url} has checkpoints up to step {max(steps)}: import into a new root, "

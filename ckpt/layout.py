@@ -16,6 +16,9 @@ SERVING = "serving/"
 DESCRIPTIONS = f"{SERVING}descriptions/"
 CODE = "code/"
 COMPILE_CACHE = "compile-cache/"
+PLANS = "plans/"
+FOLDERS = (ATTEMPTS, COMMITS, DATA, PINS, EVENTS, SERVING, CODE, COMPILE_CACHE, PLANS)
+"""All that a run writes below its root, beside RUN.json and ORIGIN.json."""
 
 # What a rank's files of a save end with.
 DATA_SUFFIX = ".bin"
@@ -133,7 +136,7 @@ def export_key(fingerprint: str) -> str:
 
 def plan_key(key: str) -> str:
     """A sharding plan, named by all that it depends on."""
-    return f"plans/{key}.json"
+    return f"{PLANS}{key}.json"
 
 
 def code_key(sha256_hex: str, suffix: str) -> str:

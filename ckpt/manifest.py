@@ -186,8 +186,14 @@ def decode(kind: type[Record], data: Buffer, key: str) -> Record:
 def seal(kind: str, body: Mapping[str, Any]) -> bytes:
     """Wrap any JSON object as a checksummed document of this project."""
     # Through JSON once, so that tuples and lists give the same checksum.
-    envelope = json.loads(canonical({"format": FORMAT_VERSION, "kind": kind, "body": dict(body)}))
-    return canonical({**envelope, "checksum": digest_of(canonical(envelope))}) + b"\n"
+    return seal_text(kind, canonical(json.loads(canonical(dict(body)))))
+
+
+def seal_text(kind: str, body: bytes) -> bytes:
+    """`seal` of a body that is canonical JSON already, which isn't looked at again."""
+    rest = b'"format":%d,"kind":%s}' % (FORMAT_VERSION, canonical(kind))
+    checksum = digest_of(b'{"body":%s,%s' % (body, rest))
+    return b'{"body":%s,"checksum":"%s",%s\n' % (body, checksum.encode(), rest)
 
 
 def unseal(kind: str, data: Buffer, key: str) -> dict[str, Any]:

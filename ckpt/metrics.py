@@ -65,6 +65,7 @@ class PrometheusSink:
             "trainer_waited": lambda why, wait_s, **_: self._waited[why].inc(wait_s),
             "overlay": self._overlay,
             "untracked_write": lambda **_: self._untracked.inc(),
+            "store_retried": lambda kind, **_: self._retried[kind].inc(),
         }
 
     def emit(self, name: str, /, **fields: Any) -> None:
@@ -86,6 +87,16 @@ class PrometheusSink:
         )
         self._waited = {
             w: waits.labels(**self._labels, why=w) for w in ("overlay", "fence", "slot")
+        }
+        retries = Counter(
+            "sidestage_store_retries",
+            "Calls that the store's client has repeated, by why.",
+            [*self._labels, "kind"],
+            registry=self._registry,
+        )
+        self._retried = {
+            k: retries.labels(**self._labels, kind=k)
+            for k in ("throttled", "outage", "credentials")
         }
         self._staged_bytes = self._counter("staged_bytes", "Bytes that save() copied.")
         self._guarded_bytes = self._counter(
@@ -141,9 +152,12 @@ class PrometheusSink:
         if step is not None:
             self._end(step)
 
-    def _skipped(self, step: int, **_: Any) -> None:
+    def _skipped(self, step: int, blocked_s: float | None = None, **_: Any) -> None:
         self._skips.inc()
-        self._end(step)
+        if blocked_s is None:  # by another rank, or while it was waiting to be written
+            self._end(step)
+        else:
+            self._blocked.observe(blocked_s)
 
     def _overlay(self, bytes: int, fraction: float, **_: Any) -> None:  # noqa: A002
         self._overlay_bytes.set(bytes)

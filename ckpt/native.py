@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,18 +66,25 @@ class PoolStruct(ctypes.Structure):
     )
 
 
+@functools.cache
+def array_of(kind: Any, count: int) -> Any:
+    """The type of an array; made anew at each use it would leave a reference cycle behind each time."""
+    return kind * count
+
+
 @dataclass(frozen=True)
 class Native:
     """The functions of _rows.c.
 
-    `copy` runs without Python's lock. The others hold it: they are the appending side, which
-    that makes one thread at a time.
+    `copy` and `print` run without Python's lock. The others hold it: they are the appending side,
+    which that makes one thread at a time.
     """
 
     touch: Callable[..., int]
     copy: Callable[..., int]
     release: Callable[..., int]
     age: Callable[..., None]
+    print: Callable[..., int]
 
 
 @functools.cache
@@ -88,11 +97,12 @@ def load() -> Native | None:
     except OSError:  # built for another machine
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    touch, copy, release, age = (
+    touch, copy, release, age, prints = (
         locked.rows_touch,
         free.rows_copy,
         locked.rows_release,
         locked.rows_age,
+        free.rows_print,
     )
     touch.argtypes = (
         *(pointer, pointer, pointer, number, pointer),
@@ -105,7 +115,12 @@ def load() -> Native | None:
     release.restype = number
     age.argtypes = (pointer, number, ctypes.c_int)
     age.restype = None
-    return Native(touch, copy, release, age)
+    prints.argtypes = (
+        *(pointer, pointer, ctypes.c_int, number, number, pointer, pointer),
+        *(pointer, number),
+    )
+    prints.restype = number
+    return Native(touch, copy, release, age, prints)
 
 
 def touched_memory(nbytes: int) -> torch.Tensor:
@@ -162,7 +177,7 @@ def _cuda() -> Any:
 
 
 def move(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a host tensor on this thread alone, without Python's lock.
+    """Copy a host tensor of our own on this thread alone, without Python's lock.
 
     `Tensor.copy_` would start threads of torch's own, which know nothing of this one's priority.
     """
@@ -170,3 +185,51 @@ def move(to: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         to.copy_(source)
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Host memory as bytes to read. It holds on to nothing: whoever has the memory must outlive it."""
+    view: memoryview = _view(address, nbytes, _PYBUF_READ)
+    return view
+
+
+_PYBUF_READ = 0x100
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+
+
+class _Span(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def read_live(to: torch.Tensor, source: torch.Tensor) -> bool:
+    """`move` from memory that isn't ours: False if some of it isn't there any more.
+
+    Sharing a storage with another process or resizing it moves its memory in place, under any
+    tensor that one holds, and a plain copy would end the process. So the kernel reads it for us. What
+    was copied counts only if the tensor's memory is where it was before, afterwards, too.
+    Both are contiguous host tensors of the same bytes.
+    """
+    at, there, left = to.data_ptr(), source.data_ptr(), source.nbytes
+    while left > 0:
+        here, from_ = _Span(at, left), _Span(there, left)
+        got = _process_vm_readv()(os.getpid(), ctypes.byref(here), 1, ctypes.byref(from_), 1, 0)
+        if got <= 0:
+            if got < 0 and ctypes.get_errno() != errno.EFAULT:  # a sandbox without this call
+                ctypes.memmove(at, there, left)
+                return True
+            return False
+        at, there, left = at + got, there + got, left - got
+    return True
+
+
+@functools.cache
+def _process_vm_readv() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    span = ctypes.POINTER(_Span)
+    call.argtypes = (ctypes.c_int, span, ctypes.c_ulong, span, ctypes.c_ulong, ctypes.c_ulong)
+    call.restype = ctypes.c_ssize_t
+    return call

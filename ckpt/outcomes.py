@@ -37,13 +37,19 @@ def uncommitted() -> Future[CommitRef]:
     return committed
 
 
+def was_skipped(committed: Future[CommitRef]) -> bool:
+    """Has the save ended because it was given up by policy, here or on another rank?"""
+    return committed.done() and isinstance(committed.exception(), SaveSkippedError)
+
+
 @dataclass
 class SaveStats:
     """Counts of a checkpointer's saves. `blocked_s` are what each save() kept the trainer waiting.
 
     The other waits are sums over all saves, outside save(): `fence_wait_s` at the optimizer's step,
     for state that was still being copied, and `overlay_wait_s` at a lookup's update, for room
-    in the overlay. `untracked_writes` counts the tables found changed behind the guards.
+    in the overlay. `untracked_writes` counts the tables found changed behind the guards,
+    `store_retries` the calls that the store's client has repeated.
     On rank 0, `pruned` are commits that retention deleted, `prune_failed` the prunes that
     couldn't do all they should have.
     """
@@ -57,6 +63,7 @@ class SaveStats:
     fence_wait_s: float = 0.0
     overlay_wait_s: float = 0.0
     untracked_writes: int = 0
+    store_retries: int = 0
     last_commit: CommitRef | None = None
     last_error: str | None = None
 
@@ -89,9 +96,11 @@ class Outcomes:
         staged: Future[None] | None = None,
         staged_bytes: int = 0,
         guarded_bytes: int = 0,
+        proof_s: float = 0.0,
     ) -> SaveHandle:
         """save() has done its part: it copied so many bytes, and left so many in place under guard.
 
+        proof_s: what it has read of these for its proof.
         `staged` is done when the snapshot is fixed; None: it is already.
         """
         if staged is None:
@@ -105,6 +114,7 @@ class Outcomes:
             blocked_s=blocked_s,
             staged_bytes=staged_bytes,
             guarded_bytes=guarded_bytes,
+            proof_s=proof_s,
         )
         return SaveHandle(step, blocked_s, staged, committed)
 
@@ -116,6 +126,12 @@ class Outcomes:
             elif why == "overlay":
                 self.stats.overlay_wait_s += wait_s
         self._sink.emit("trainer_waited", why=why, wait_s=wait_s)
+
+    def retried(self, key: str, kind: str, error: str, pause_s: float) -> None:
+        """The store's client repeats a call, see ckpt.storage.limits. On any thread."""
+        with self._lock:
+            self.stats.store_retries += 1
+        self._sink.emit("store_retried", key=key, kind=kind, pause_s=pause_s, error=error)
 
     def untracked(self, step: int, table: str, rows: Sequence[int]) -> None:
         """These rows of a table, the first of them at least, changed and no guard saw it."""
@@ -131,7 +147,19 @@ class Outcomes:
         self._sink.emit("save_committed", step=step, epoch=ref.epoch)
         committed.set_result(ref)
 
-    def failed(self, step: int, committed: Future[CommitRef], error: BaseException) -> None:
+    def skipped(self, step: int, blocked_s: float, error: SaveSkippedError) -> SaveHandle:
+        """save() has taken no snapshot here, by policy: nothing was staged, and nothing will be written."""
+        with self._lock:
+            self.stats.blocked_s.append(blocked_s)
+        committed = uncommitted()
+        self.failed(step, committed, error, blocked_s=blocked_s)
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return SaveHandle(step, blocked_s, nothing, committed)
+
+    def failed(
+        self, step: int, committed: Future[CommitRef], error: BaseException, **fields: float
+    ) -> None:
         """The save has no commit: by policy (SaveSkippedError), or because something failed."""
         skipped = isinstance(error, SaveSkippedError)
         with self._lock:
@@ -141,7 +169,9 @@ class Outcomes:
                 self.stats.failed += 1
                 self.stats.last_error = f"step {step}: {error}"
                 self._in_a_row += 1
-        self._sink.emit("save_skipped" if skipped else "save_failed", step=step, error=str(error))
+        name = "save_skipped" if skipped else "save_failed"
+        self._sink.emit(name, step=step, error=str(error), **fields)
+        _let_go(error)
         committed.set_exception(error)
 
     def pruned(self, steps: list[int], problems: list[str]) -> None:
@@ -162,3 +192,14 @@ class Outcomes:
                 return
             self._in_a_row = 0
         raise SaveError(f"{in_a_row} saves in a row failed, the last one at {last}")
+
+
+def _let_go(error: BaseException) -> None:
+    """Of the frames that it came through: they hold the save, and its future, which gets the error."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        if (one := left.pop()) is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += one.__cause__, one.__context__

@@ -49,9 +49,10 @@ class Pace:
         self._target_s = target_s
         self._expected_s = max(target_s, slowest_s, total_bytes / _LEAST_BYTES_PER_S)
         # Held from the start: to acquire it is to wait, to release it is to wake.
-        self._wake = threading.Lock()
-        self._wake.acquire()
-        self._pause = pause or (lambda seconds: self._wake.acquire(timeout=seconds))
+        wake = self._wake = threading.Lock()
+        wake.acquire()
+        # Not by `self`: a cycle would hold what `pressure` belongs to, the snapshot.
+        self._pause = pause or (lambda seconds: wake.acquire(timeout=seconds))
         self._started_s = self._due_s = self._free_s = self._left_s = clock.monotonic()
         self._done_bytes = 0
         self._hurried = False

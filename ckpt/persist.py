@@ -13,22 +13,41 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt.commit import committed
+from ckpt.commit import check_not_superseded, committed
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Coordinator, describe, revive
-from ckpt.errors import SaveError, SaveSkippedError, SidestageError, StorageError
+from ckpt.errors import (
+    BadInputError,
+    ConflictError,
+    SaveError,
+    SaveSkippedError,
+    SidestageError,
+    StorageError,
+)
 from ckpt.finish import check_agreement, finish
 from ckpt.index import TensorKind
 from ckpt.manifest import AttemptRecord
 from ckpt.plan import RankPlan
 from ckpt.pump import Pump
-from ckpt.receipts import Objects, Part, SaveTerms, Taken, Written, commit_parts, store_part
+from ckpt.receipts import (
+    Part,
+    SaveTerms,
+    Taken,
+    Written,
+    commit_parts,
+    seal_object_texts,
+    store_part,
+)
+from ckpt.replicas import Replicas
 from ckpt.snapshot import Snapshot, SnapshotPlanner
 from ckpt.storage import Storage
+from ckpt.storage.limits import limited
 from ckpt.types import Clock, CommitRef, EventSink, FileEntry
 from ckpt.writer import ChunkWriter, Placement
 from ckpt.written import read_receipts, written_save
 
+FATAL = "fatal"
+"""In the payload of an error: later saves will end like this one, for it isn't the store's fault."""
 _GRACE_S = 10.0
 _LOOKS = 5  # into storage, once rank 0 is silent, and the seconds between them
 _LOOK_EVERY_S = 2.0
@@ -38,6 +57,8 @@ _LOOK_EVERY_S = 2.0
 class StagedSave:
     """A snapshot and all that its commit needs.
 
+    values, per_rank: canonical JSON of the values that all ranks share, and of this rank's own.
+    replicas: what this rank has of some tensors that all have.
     saved_at_s: wall clock at save(); deadline_s: monotonic time by which it must be committed;
     taken: for its receipt, how it was taken.
     """
@@ -47,7 +68,9 @@ class StagedSave:
     plan: RankPlan
     kinds: Mapping[str, TensorKind]
     snapshot: Snapshot
-    objects: Objects
+    values: bytes
+    per_rank: Mapping[str, bytes]
+    replicas: Replicas
     annotations: Mapping[str, str]
     saved_at_s: float
     deadline_s: float
@@ -82,6 +105,8 @@ class Persister:
         self._pump = pump
         self._sink = sink
         self._parent = attempt.parent
+        self.fatal: SidestageError | None = None
+        """Why no later save can be committed, once that is known: see `Checkpointer.fatal`."""
         # On rank 0: the last save that has ended on every rank. What an earlier or this one left
         # unlisted is garbage.
         self.settled = 0
@@ -94,10 +119,14 @@ class Persister:
         Raises the error that ended it, the same on every rank.
         """
         tag = save_tag(save.sequence)
+        with limited(self._left_s(save)):
+            return self._persist(save, tag)
+
+    def _persist(self, save: StagedSave, tag: str) -> CommitRef:
         try:
             report = self._write(save)
         except SidestageError as e:
-            report = describe(e)
+            report = self._described(e)
         except BaseException as e:  # DCP's CheckpointException is no Exception
             report = describe(SaveError(f"{type(e).__name__}: {e}"))
         if self._coordinator.rank != 0:
@@ -111,7 +140,10 @@ class Persister:
             if "commit" in outcome:
                 self._tidy(save.sequence)
         if "error" in outcome:
-            raise revive(outcome)
+            error = revive(outcome)
+            if outcome.get(FATAL):
+                self.fatal = error
+            raise error
         self._parent = CommitRef(**outcome["commit"])
         return self._parent
 
@@ -127,7 +159,8 @@ class Persister:
         finally:
             save.snapshot.close()
         written = Written(tuple(writer.files), writer.tensor_bytes, save.taken)
-        part = store_part(self._storage, terms, written, save.objects, self._config.digest)
+        objects = seal_object_texts(save.values, save.per_rank, save.replicas.digests())
+        part = store_part(self._storage, terms, written, objects, self._config.digest)
         if self._sink is not None:
             self._sink.emit(
                 "save_persisted",
@@ -145,7 +178,12 @@ class Persister:
             # Rank 0 may wait for receipts until the deadline itself, and says then how it ended.
             return self._coordinator.hear(tag, self._left_s(save) + _GRACE_S)
         except StorageError as silence:
-            return report if "error" in report else self._look(save, silence)
+            return report if "error" in report else self._looked(save, silence)
+
+    def _looked(self, save: StagedSave, silence: StorageError) -> dict[str, Any]:
+        """See `_look`, which begins at the deadline or after it."""
+        with limited(max(0.0, self._left_s(save)) + _GRACE_S):
+            return self._look(save, silence)
 
     def _look(self, save: StagedSave, silence: StorageError) -> dict[str, Any]:
         """With no word from the others: how the save ended by what lies on storage.
@@ -168,8 +206,10 @@ class Persister:
                         break
                 if ref is not None:
                     return {"commit": asdict(ref)}
+        except BadInputError as e:
+            return {**describe(e), FATAL: True}  # what rank 0 would have refused
         except SidestageError as e:
-            return describe(e)
+            return self._described(e)
         except BaseException as e:
             return describe(SaveError(f"{type(e).__name__}: {e}"))
         return describe(silence)
@@ -181,7 +221,7 @@ class Persister:
         try:
             reports = self._coordinator.collect(tag, report, self._left_s(save))
         except StorageError as silence:
-            return report if "error" in report else self._look(save, silence), False
+            return report if "error" in report else self._looked(save, silence), False
         self._collected.add(save.sequence)
         # A rank that skips tells so at once, while its thread may still write an earlier save.
         ended = not any(r.get("error") == SaveSkippedError.__name__ for r in reports)
@@ -192,17 +232,41 @@ class Persister:
         try:
             for rank, r in enumerate(reports):
                 if "error" in r:
-                    return {"error": r["error"], "message": f"rank {rank}: {r['message']}"}
+                    return {**r, "message": f"rank {rank}: {r['message']}"}
             entries = [FileEntry(**r) for r in reports]
             receipts = read_receipts(self._storage, entries)
-            check_agreement(self._storage, receipts)
+            try:
+                check_agreement(self._storage, receipts)
+            except BadInputError as e:
+                return {**describe(e), FATAL: True}
             parts = [Part(e, r) for e, r in zip(entries, receipts, strict=True)]
             ref = commit_parts(self._storage, self._attempt, parts, self._clock)
         except SidestageError as e:
-            return describe(e)
+            return self._described(e)
         except BaseException as e:
             return describe(SaveError(f"rank 0: {type(e).__name__}: {e}"))
         return {"commit": asdict(ref)}
+
+    def look(self) -> None:
+        """Rank 0, while nothing is saved: does another attempt own the root by now?"""
+        with limited(_GRACE_S), suppress(SidestageError):  # else the next save will tell
+            if self._config.when_superseded == "end":
+                try:
+                    check_not_superseded(self._storage, self._attempt)
+                except ConflictError as e:
+                    self.fatal = e
+
+    def _described(self, error: SidestageError) -> dict[str, Any]:
+        """An error of a save as a payload: fatal where another attempt owns the root."""
+        told = describe(error)
+        if isinstance(error, ConflictError) and self._config.when_superseded == "end":
+            try:
+                check_not_superseded(self._storage, self._attempt)
+            except ConflictError:
+                told[FATAL] = True
+            except SidestageError:  # it will be found out at the next one
+                return told
+        return told
 
     def _tidy(self, sequence: int) -> None:
         """Rank 0: drop what was said of earlier saves, so that the job's store doesn't grow.
@@ -210,7 +274,8 @@ class Persister:
         Who sent a receipt for this save has heard how all before it ended, and posts nothing more.
         """
         for n in range(self._tidied, sequence):
-            for tag in (save_tag(n), plan_tag(n)):
+            plan = plan_tag(n)
+            for tag in (save_tag(n), plan, f"{plan}/digests", f"{plan}/values"):
                 self._coordinator.forget(tag, posts=n not in self._collected)
         self._collected = {n for n in self._collected if n >= sequence}
         self._tidied = sequence

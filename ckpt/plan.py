@@ -9,7 +9,7 @@ dtypes, shapes, shards and world size, and it caches layout only, never tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
 from ckpt.index import Box, find_overlap
 from ckpt.manifest import canonical
-from ckpt.tree import FlatState, Leaf, Shard, host_bytes
+from ckpt.replicas import UNLIKE
+from ckpt.tree import FlatState, Leaf, Shard, content_digest
 
 Payload = dict[str, Any]
 Decide = Callable[[Payload, Callable[[list[Payload]], Any]], Any]
@@ -47,10 +48,6 @@ class RankPlan:
     plan_id: str
     plan: SavePlan
 
-    def shards(self, flat: FlatState) -> list[Shard]:
-        """The live shards of the plan's items, in their order."""
-        return [_shard_of(flat, item) for item in self.plan.items]
-
 
 def schema_key(flat: FlatState, world_size: int) -> str:
     """Digest of everything that a plan depends on on this rank."""
@@ -58,8 +55,12 @@ def schema_key(flat: FlatState, world_size: int) -> str:
     return digest_of(canonical([world_size, leaves]))
 
 
-def make_plan(flat: FlatState, rank: int, world_size: int, decide: Decide) -> RankPlan:
+def make_plan(
+    flat: FlatState, rank: int, world_size: int, decide: Decide, led: Collection[str] = ()
+) -> RankPlan:
     """Plan a save. Collective over the job's store: every rank calls it for the same save.
+
+    led: keys of replicated tensors that may differ, since rank 0's count.
 
     Replicated tensors are written by the lowest rank that has them. Raises BadInputError on
     every rank, naming the key, where ranks disagree on a tensor's shape or dtype, hold different
@@ -71,7 +72,9 @@ def make_plan(flat: FlatState, rank: int, world_size: int, decide: Decide) -> Ra
     mine: Payload = {
         "leaves": leaves,
         "replicas": {
-            n: _content(flat, n) for n, x in flat.leaves.items() if x.kind == "replicated"
+            n: content_digest(x.shards[0].tensor)  # once per schema, not at every save
+            for n, x in flat.leaves.items()
+            if x.kind == "replicated" and n not in led
         },
         "items": listed,
         "digest": digest_of(canonical([leaves, listed])),
@@ -120,8 +123,7 @@ def _check_agreement(payloads: list[Payload]) -> dict[str, tuple[int, ...]]:
                 )
             if content != replica:
                 raise BadInputError(
-                    f"{fqn}: ranks {first} and {rank} hold different values of this plain tensor; "
-                    f"wrap it in PerRank if each rank has its own, else make them equal"
+                    f"{fqn}: ranks {first} and {rank} hold different values of this plain tensor; {UNLIKE}"
                 )
     return {fqn: tuple(leaf[2:]) for fqn, (_, leaf, _) in seen.items()}
 
@@ -178,30 +180,11 @@ def _leaf_schema(flat: FlatState, fqn: str) -> list[Any]:
     return [leaf.kind, leaf.dtype, list(leaf.shape), boxes]
 
 
-def _content(flat: FlatState, fqn: str) -> str:
-    """Digest of a replicated tensor's values: done once per schema, not at every save."""
-    tensor = flat.leaves[fqn].shards[0].tensor.resolve_conj().resolve_neg()
-    return digest_of(host_bytes(tensor.contiguous().cpu()))
-
-
 def _is_empty_shard(item: WriteItem) -> bool:
     """A shard without elements could share its offset with a real one and win the deduplication."""
     data = item.tensor_data
     assert data is not None
     return math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
-
-
-def _shard_of(flat: FlatState, item: WriteItem) -> Shard:
-    offsets = tuple(item.index.offset or ())
-    for shard in flat.leaves[item.index.fqn].shards:
-        if shard.offsets == offsets and math.prod(shard.sizes) == math.prod(_sizes(item)):
-            return shard
-    raise BadInputError(f"{item.index.fqn}: no local shard at {offsets}; did its layout change?")
-
-
-def _sizes(item: WriteItem) -> tuple[int, ...]:
-    assert item.tensor_data is not None
-    return tuple(item.tensor_data.chunk.sizes)
 
 
 def _listed(item: WriteItem) -> list[Any]:

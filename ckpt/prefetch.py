@@ -24,7 +24,7 @@ from ckpt.digest import check_digest
 from ckpt.errors import NotFoundError, SidestageError
 from ckpt.machine import available_bytes
 from ckpt.manifest import AttemptRecord, CommitRecord, RunRecord, unseal
-from ckpt.storage import LocalStorage, Storage, owned
+from ckpt.storage import LocalStorage, Root, Storage, owned, storage_of
 from ckpt.types import FileEntry, ObjectInfo
 
 MOST_HELD_BYTES = 64 << 20
@@ -49,13 +49,13 @@ class Prefetch:
     writes nothing, never raises, and nobody waits for it.
 
     Args:
-        storage: the run's root.
+        root: the run's root: a path (text or a pathlib.Path), a URL, or a Storage.
         ranks: this rank, how many there are, and how many on this host; by default what the
             launcher says.
     """
 
-    def __init__(self, storage: Storage, ranks: tuple[int, int, int] | None = None) -> None:
-        self.storage = storage
+    def __init__(self, root: Root, ranks: tuple[int, int, int] | None = None) -> None:
+        self.storage = storage_of(root)
         self._rank, self._world_size, self._ranks_here = ranks or launched_ranks()
         self._kept = _Kept()
         self._used: set[str] = set()

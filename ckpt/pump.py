@@ -71,7 +71,11 @@ class Pump:
             finally:
                 outlet.finish()
         if outlet.error is not None:
-            raise outlet.error
+            error, outlet.error = outlet.error, None
+            try:
+                raise error
+            finally:
+                del error  # kept here it would be a cycle with this frame, and hold the snapshot
         chunks = [(c.piece, c.entry()) for c in packer.chunks]
         return Pumped(chunks, packer.size_bytes, packer.digest())
 

@@ -13,7 +13,7 @@ from ckpt.catalog import Catalog
 from ckpt.commit import check_not_superseded, committed, create_mine, write_commit
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, ConflictError, CorruptError
-from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, canonical, encode, seal
+from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, canonical, encode, seal_text
 from ckpt.restore import OBJECTS_KIND
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, DigestName, FileEntry, Json
@@ -73,7 +73,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Objects:
-    """One rank's Python values, sealed, and the digest of those that all ranks share."""
+    """One rank's Python values, sealed, and the digest of what all ranks share."""
 
     document: bytes
     values_digest: str
@@ -117,8 +117,21 @@ def continued(storage: Storage, step: int, onto: int | None) -> CommitRef | None
 
 def seal_objects(values: Json, per_rank: Mapping[str, Json]) -> Objects:
     """The objects of a rank. `values` is the JSON node of the shared tree, `per_rank` those of its own."""
-    document = seal(OBJECTS_KIND, {"values": values, "per_rank": per_rank})
-    return Objects(document, digest_of(canonical(values)))
+    return seal_object_texts(canonical(values), {k: canonical(v) for k, v in per_rank.items()})
+
+
+def seal_object_texts(
+    values: bytes, per_rank: Mapping[str, bytes], replicas: Mapping[str, str] | None = None
+) -> Objects:
+    """`seal_objects` of nodes that are canonical JSON already.
+
+    replicas: digests of parts of the tensors that all ranks have; see `ckpt.replicas`.
+    """
+    own = b",".join(b"%s:%s" % (canonical(k), per_rank[k]) for k in sorted(per_rank))
+    shared = values if not replicas else values + canonical(replicas)
+    seen = b"" if not replicas else b'"replicas":%s,' % canonical(replicas)
+    document = seal_text(OBJECTS_KIND, b'{"per_rank":{%s},%s"values":%s}' % (own, seen, values))
+    return Objects(document, digest_of(shared))
 
 
 def store_part(

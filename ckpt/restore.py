@@ -34,6 +34,7 @@ from ckpt.parallel import each
 from ckpt.storage import Readable
 from ckpt.tree import host_bytes, torch_dtype
 from ckpt.types import FileEntry
+from ckpt.united import UnitedValues
 from ckpt.values import decode_value
 
 OBJECTS_KIND = "objects"
@@ -109,11 +110,16 @@ class CheckpointReader:
 
     def values(self) -> Any:
         """The tree of values that all ranks share, with TensorRef and PerRankRef in it."""
-        merged: Any = None
-        for rank, body in enumerate(self._objects):
-            tree = decode_value(body.get("values"), f"objects of rank {rank}")
-            merged = tree if rank == 0 else merge_values(merged, tree, "")
-        return merged
+        trees = [
+            decode_value(body.get("values"), f"objects of rank {rank}")
+            for rank, body in enumerate(self._objects)
+        ]
+        if len(trees) == 1:
+            return trees[0]
+        united = UnitedValues()
+        for rank, tree in enumerate(trees):
+            united.add(rank, tree)
+        return united.tree
 
     def per_rank_keys(self) -> list[str]:
         """Keys of the parts that ranks had for themselves, those of any rank."""
@@ -143,7 +149,7 @@ class CheckpointReader:
     def read(self, fqn: str) -> torch.Tensor:
         """A whole tensor, in host memory."""
         info = self.info(fqn)
-        out = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        out = torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="cpu")
         self.read_into(fqn, out, (0,) * len(info.shape))
         return out
 
@@ -242,7 +248,7 @@ class CheckpointReader:
         bad = [r for r in rows if not 0 <= r < info.shape[0]]
         if bad:
             raise BadInputError(f"{fqn}: row {bad[0]} is outside [0, {info.shape[0]})")
-        out = torch.empty((len(rows), *info.shape[1:]), dtype=torch_dtype(info.dtype))
+        out = torch.empty((len(rows), *info.shape[1:]), dtype=torch_dtype(info.dtype), device="cpu")
         cache = _ChunkCache(
             self, info, max(1, len({s.shard.offsets[1:] for s in self._shards[fqn]}))
         )
@@ -275,7 +281,7 @@ class CheckpointReader:
         raw_bytes = chunk.rows * row_bytes(shard.sizes, info.dtype)
         what = f"{stored.data_key}: {info.fqn} rows {chunk.row}+{chunk.rows}"
         shape = (chunk.rows, *shard.sizes[1:]) if shard.sizes else ()
-        out = torch.empty(shape, dtype=torch_dtype(info.dtype))
+        out = torch.empty(shape, dtype=torch_dtype(info.dtype), device="cpu")
         if chunk.codec == "raw":
             target = host_bytes(out)
         else:
@@ -398,7 +404,7 @@ def _rows_of(held: list[_Held], info: TensorInfo, first: int, last: int) -> torc
     if len(held) == 1:
         ((rows, data),) = held
         return data[first - rows.row : last - rows.row]
-    out = torch.empty((last - first, *info.shape[1:]), dtype=torch_dtype(info.dtype))
+    out = torch.empty((last - first, *info.shape[1:]), dtype=torch_dtype(info.dtype), device="cpu")
     for rows, data in held:
         _place(data, rows.stored.shard, rows.chunk, out, (first, *(0 for _ in info.shape[1:])))
     return out
@@ -422,33 +428,3 @@ def _place(
     source = tuple(slice(a - o, b - o) for (a, b), o in zip(box, at, strict=True))
     target = tuple(slice(a - o, b - o) for (a, b), o in zip(box, offsets, strict=True))
     out[target].copy_(data[source])
-
-
-def merge_values(a: Any, b: Any, path: str) -> Any:
-    """One value tree of two ranks': dicts are united, everything else must be equal.
-
-    Raises BadInputError naming the key that differs.
-    """
-    if isinstance(a, dict) and isinstance(b, dict):
-        merged = dict(a)
-        for k, v in b.items():
-            sub = f"{path}.{k}" if path else str(k)
-            merged[k] = merge_values(a[k], v, sub) if k in a else v
-        return merged
-    if not _same(a, b):
-        raise BadInputError(
-            f"{path}: ranks hold different values ({str(a)[:40]} and {str(b)[:40]}); wrap it in "
-            f"PerRank if each rank has its own"
-        )
-    return a
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal in value and type all the way down: 1, 1.0 and True differ, nan equals nan."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return repr(a) == repr(b)

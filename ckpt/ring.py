@@ -53,7 +53,7 @@ class RingBuffer:
         """Let the memory go. Not to be used again."""
         if self._pinned:
             unpin(self.tensor)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.view = memoryview(b"")
 
 

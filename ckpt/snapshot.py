@@ -20,9 +20,9 @@ from ckpt.errors import SaveError
 from ckpt.fence import DenseCopy
 from ckpt.index import row_bytes, row_count
 from ckpt.native import move
-from ckpt.proof import RowProof
+from ckpt.proof import SnapshotProof
 from ckpt.rows import Place, RowSnapshot
-from ckpt.staging import Arena
+from ckpt.staging import Arena, Staged
 from ckpt.tree import dtype_name
 
 
@@ -36,8 +36,12 @@ class SnapshotPlanner(DefaultSavePlanner):
 
 @dataclass
 class GuardedItems:
-    """A table's components that are items of the plan: `items[k]` is that of component k, or None."""
+    """A table's components that are items of the plan: `items[k]` is that of component k, or None.
 
+    key: of the first of them in the state.
+    """
+
+    key: str
     place: Place
     items: list[int | None]
 
@@ -56,13 +60,18 @@ class Snapshot:
     """
 
     tables: Sequence[GuardedItems]
-    staged: Sequence[tuple[int, torch.Tensor]]
+    staged: Staged
     arena: Arena
     rows: RowSnapshot | None = None
     dense: DenseCopy | None = None
-    proof: RowProof | None = None
+    proof: SnapshotProof | None = None
     pressure_of: Callable[[], float] = lambda: 0.0
     fixed: Future[None] = field(default_factory=Future)
+
+    @property
+    def proof_s(self) -> float:
+        """What the proof took in save()."""
+        return self.proof.took_s if self.proof is not None else 0.0
 
     @property
     def guarded_bytes(self) -> int:
@@ -70,7 +79,7 @@ class Snapshot:
 
     @property
     def staged_bytes(self) -> int:
-        return sum(t.nbytes for _, t in self.staged)
+        return self.staged.nbytes
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +101,9 @@ class Snapshot:
         if self.dense is not None:
             self.dense.settle()
         self.arena.settle()
+        if self.rows is not None:
+            self.rows.look()
+            self.rows.check()
         if self.proof is not None:
             self.proof.check()
         self._fix()

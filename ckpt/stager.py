@@ -5,31 +5,35 @@ On the trainer's thread. What it makes, a `Snapshot`, then belongs to a persist 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckpt.attach import Attachment
 from ckpt.budget import BUFFERS, share_out
 from ckpt.config import CheckpointConfig
 from ckpt.fence import Copy, StepFence, owned_by_steps
+from ckpt.forks import forget_in_children
+from ckpt.live import SMALL_BYTES, LiveState
 from ckpt.native import cuda_used
 from ckpt.outcomes import Wait
 from ckpt.plan import RankPlan
-from ckpt.proof import RowProof
+from ckpt.proof import Prover
 from ckpt.ring import Ring
 from ckpt.rows import Place, RowGuards, RowSnapshot
 from ckpt.snapshot import GuardedItems, Snapshot
-from ckpt.staging import Arena
-from ckpt.tree import FlatState, Leaf, Shard, identity
+from ckpt.staging import Arena, Staged
+from ckpt.tree import Shard, identity
 from ckpt.types import Clock, EventSink
+from ckpt.walk import Show
 
 Waited = Callable[[Wait, float], None]
 Untracked = Callable[[int, str, Sequence[int]], None]
 
+_MARK_BYTES = 3  # of a guarded row: its tag (rows.guards) and its print (proof)
 _WORTH_A_FENCE_BYTES = 4 << 20  # less than that is copied in a millisecond
 
 
@@ -58,7 +62,7 @@ class Stager:
     ) -> None:
         self._config = config
         self._upload_bytes = upload_bytes
-        self._untracked = untracked
+        self._prover = Prover(config.proof, clock, untracked)
         self._guarding = config.snapshot == "guarded"
         self._guards = RowGuards(
             clock, config.stall_limit_s, hurry, lambda wait_s: waited("overlay", wait_s)
@@ -69,6 +73,7 @@ class Stager:
             self._fence = StepFence(clock, lambda wait_s: waited("fence", wait_s), lift)
         least = share_out(config, 0, 0, upload_bytes).buffer_bytes
         self.ring = Ring(BUFFERS, least, pinned=torch.cuda.is_available())
+        forget_in_children(self)
 
     @property
     def copied_tables(self) -> Mapping[str, str]:
@@ -80,15 +85,22 @@ class Stager:
         peak, self._guards.peak_bytes = self._guards.peak_bytes, 0
         return peak, peak / max(self._guards.capacity_bytes, 1)
 
-    def guard(self, *objects: Any) -> None:
+    def guard(self, *objects: Any, early: bool = False) -> None:
         """Find tables and optimizers in modules, optimizers or nests of them; follow what moved.
 
+        Without any: in what has been shown, see `looking`.
         Does nothing while a snapshot is open: what is new then is copied by the saves until after.
+
+        early: training may have begun before this, unseen.
         """
         if not self._guarding or self._guards.busy:
             return
-        self._attachment.add(*objects)
-        self._attachment.refresh()
+        with _outside_inference():
+            self._attachment.add(*objects, early=early)
+            self._attachment.refresh()
+            self._lay_out()
+
+    def _lay_out(self) -> None:
         if not self._guards.laid_out:
             guards = self._guards
             budget = share_out(
@@ -96,10 +108,17 @@ class Stager:
                 guards.guarded_bytes,
                 guards.longest_row_bytes,
                 self._upload_bytes,
+                _MARK_BYTES * guards.guarded_rows,
             )
             guards.lay_out(budget.buffer_bytes, budget.overlay_bytes)
             if budget.buffer_bytes != self.ring.buffer_bytes:
                 self.ring.resize(budget.buffer_bytes)  # a save may still be writing through it
+
+    def looking(self) -> Show | None:
+        """Something to show the objects of a state to, as a walk meets them; `guard` comes after it."""
+        if not self._guarding or self._guards.busy:
+            return None
+        return self._attachment.looking()
 
     def touched(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> None:
         """`rows` of a tensor, None: all, are about to be changed by hand."""
@@ -107,27 +126,27 @@ class Stager:
         if self._fence is not None:
             self._fence.finish()
 
-    def stage(self, step: int, plan: RankPlan, flat: FlatState, arena: Arena) -> Snapshot:
+    def stage(self, step: int, plan: RankPlan, live: LiveState, arena: Arena) -> Snapshot:
         """Fix the state of this rank's shards as it is now."""
+        with _outside_inference():
+            return self._opened(step, plan, live, arena)
+
+    def _opened(self, step: int, plan: RankPlan, live: LiveState, arena: Arena) -> Snapshot:
         if cuda_used():
             self.ring.device = torch.device("cuda", torch.cuda.current_device())
-        rows = self._guards.open() if self._guards.guarded_bytes else None
+        if self._guarding and not self._guards.busy:
+            shards = zip(plan.plan.items, live.in_order(plan.plan), strict=True)
+            if self._attachment.claim((item.index.fqn, s.tensor) for item, s in shards):
+                self._lay_out()
+        rows = None
+        if self._guards.guarded_bytes:
+            rows = self._guards.open(without=self._attachment.unsure())
         try:
-            snapshot = self._stage(plan, flat, rows, arena)
+            snapshot = self._stage(step, plan, live, rows, arena)
         except BaseException:
             if rows is not None:
                 rows.close()
             raise
-        if rows is not None:
-            places = [t.place for t in snapshot.tables]
-            proof = self._config.proof
-            try:
-                snapshot.proof = RowProof(
-                    rows, places, proof, lambda table, found: self._untracked(step, table, found)
-                )
-            except BaseException:  # no memory for a whole copy
-                snapshot.close()
-                raise
         snapshot.fix_if_copied()
         return snapshot
 
@@ -139,26 +158,40 @@ class Stager:
         self._attachment.detach()
         self.ring.close()
 
+    def forget(self) -> None:
+        """In a forked child: hooks do nothing, and nobody persists what is open."""
+        if self._fence is not None:
+            self._fence.close()
+        self._attachment.forget()
+
     def _stage(
-        self, plan: RankPlan, flat: FlatState, rows: RowSnapshot | None, arena: Arena
+        self, step: int, plan: RankPlan, live: LiveState, rows: RowSnapshot | None, arena: Arena
     ) -> Snapshot:
-        shards = plan.shards(flat)
-        tables, rest = _guarded(shards, rows)
+        shards = live.in_order(plan.plan)
+        names = [item.index.fqn for item in plan.plan.items]
+        tables, rest = _guarded(shards, names, rows)
         if rows is not None:
             rows.watch(_aliases(tables, shards))
         homes = dict(zip(rest, arena.homes([shards[n] for n in rest]), strict=True))
-        fenced = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
+        left = self._fenced([n for n in rest if shards[n].tensor.numel()], shards, plan)
+        fenced = sorted(left)
+        proof = self._prover.open(step, rows, tables, [shards[n].tensor for n in fenced])
         dense = None
         if fenced:
             assert self._fence is not None
-            names = [item.index.fqn for item in plan.plan.items]
             dense = self._fence.open(
                 [
-                    Copy(names[n], shards[n].tensor, homes[n], _whole(flat.leaves[names[n]]))
-                    for n in sorted(fenced)
+                    Copy(
+                        names[n],
+                        shards[n].tensor,
+                        homes[n],
+                        live.wholes.get(names[n]),
+                        proof.dense.get(k, ()),
+                    )
+                    for k, n in enumerate(fenced)
                 ]
             )
-        now = [n for n in rest if n not in fenced]
+        now = [n for n in rest if n not in left]
         try:
             arena.stage([shards[n] for n in now], [homes[n] for n in now])
         except BaseException:
@@ -167,18 +200,24 @@ class Stager:
             raise
         return Snapshot(
             tables=tables,
-            staged=[(n, homes[n]) for n in rest],
+            staged=Staged(rest, list(homes.values())),
             arena=arena,
             rows=rows,
             dense=dense,
+            proof=proof,
             pressure_of=self._guards.pressure,
         )
 
     def _fenced(self, rest: list[int], shards: list[Shard], plan: RankPlan) -> set[int]:
         """Which of these items only optimizers' steps change, if there is enough of them."""
-        if self._fence is None or sum(shards[n].tensor.nbytes for n in rest) < _WORTH_A_FENCE_BYTES:
+        if self._fence is None:
             return set()
-        owned = owned_by_steps(self._attachment.optimizers, self._attachment.lookup_tensors())
+        rest = [n for n in rest if shards[n].tensor.nbytes > SMALL_BYTES]
+        if sum(shards[n].tensor.nbytes for n in rest) < _WORTH_A_FENCE_BYTES:
+            return set()
+        owned = owned_by_steps(
+            self._attachment.optimizers, self._attachment.lookup_tensors(), SMALL_BYTES
+        )
         unsteady = self._fence.unsteady
         names = [item.index.fqn for item in plan.plan.items]
         found = {
@@ -188,8 +227,11 @@ class Stager:
         return found if nbytes >= _WORTH_A_FENCE_BYTES else set()
 
 
-def _whole(leaf: Leaf) -> torch.Tensor | None:
-    return leaf.source if isinstance(leaf.source, DTensor) else None
+@contextlib.contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Whatever the trainer is in: what is allocated in inference mode can't be written outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _aliases(
@@ -199,10 +241,12 @@ def _aliases(
     for table in tables:
         for k, n in enumerate(table.items):
             if n is not None:
-                yield replace(table.place, component=k), shards[n].tensor
+                yield replace(table.place, component=k), shards[n].tensor.detach()
 
 
-def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[GuardedItems], list[int]]:
+def _guarded(
+    shards: list[Shard], names: Sequence[str], rows: RowSnapshot | None
+) -> tuple[list[GuardedItems], list[int]]:
     """The items that are guarded, by table, and the others."""
     tables: dict[int, GuardedItems] = {}
     rest = []
@@ -212,7 +256,7 @@ def _guarded(shards: list[Shard], rows: RowSnapshot | None) -> tuple[list[Guarde
             rest.append(n)
             continue
         width = len(place.table.components)
-        table = tables.setdefault(id(place.table), GuardedItems(place, [None] * width))
+        table = tables.setdefault(id(place.table), GuardedItems(names[n], place, [None] * width))
         if table.items[place.component] is None:
             table.items[place.component] = n
         else:  # the state has this tensor under two keys

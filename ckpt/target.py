@@ -156,7 +156,7 @@ def _live(value: Any, tensor: Callable[[str], Any | None]) -> Any:
 
 def allocate(info: TensorInfo) -> torch.Tensor:
     """Host memory for a tensor that only the checkpoint has."""
-    return torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+    return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="cpu")
 
 
 def _check_values(

@@ -7,11 +7,13 @@ does. No thread of normal priority ever waits here for one of low priority: flag
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -59,10 +61,13 @@ class WriteThreads:
         self._waiting = threading.Lock()  # of those who wait, never taken by a writing thread
 
     def start(self, work: Work) -> Future[None]:
-        """Begin `work` on a writer thread; the future has its end or its error."""
+        """Begin `work` on a writer thread; the future has its end or its error.
+
+        It runs in the caller's context, with the limits of its calls to the store (ckpt.storage.limits).
+        """
         self._grow()
         done: Future[None] = Future()
-        self._work.put((work, done))
+        self._work.put((partial(contextvars.copy_context().run, work), done))
         return done
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -19,10 +20,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from ckpt.digest import new_hasher
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
 from ckpt.types import ITEMSIZE
 from ckpt.values import PerRankRef, TensorRef
+
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass
@@ -36,7 +40,7 @@ class PerRank:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shard:
     """A box of a tensor that this rank holds: `tensor` is the live memory, of shape `sizes`."""
 
@@ -222,6 +226,22 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def foreign_memory(tensor: torch.Tensor) -> str | None:
+    """Why it isn't known who may write a tensor's memory, as far as the memory itself tells, or None."""
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:
+        return "its memory was freed"
+    if tensor.device.type != "cpu":
+        return None
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        return "its memory is shared with other processes, which may write it"
+    if not tensor.untyped_storage().resizable():
+        return (
+            "its memory was handed out to numpy, or is another library's or a file's, which may write "
+            "it; clone it to have it guarded"
+        )
+    return None
+
+
 def dtype_name(what: str, dtype: torch.dtype) -> str:
     """Torch's name of a dtype, or BadInputError if checkpoints can't hold it."""
     name = str(dtype).removeprefix("torch.")
@@ -243,11 +263,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor as bytes, without a copy."""
+    """The memory of a contiguous host tensor as bytes, without a copy.
+
+    For tensors of our own: torch marks the storage as one that can't be resized any more. Of the
+    trainer's, see `content_digest`.
+    """
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def content_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's values, in the order of its elements. Leaves no mark on it."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    hasher = new_hasher("xxh3-128")
+    start, stop = plain.data_ptr(), plain.data_ptr() + plain.nbytes
+    for at in range(start, stop, _PIECE_BYTES):
+        hasher.update(ctypes.string_at(at, min(_PIECE_BYTES, stop - at)))
+    return f"xxh3-128:{hasher.hexdigest()}"
 
 
 def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> Any:

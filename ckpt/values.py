@@ -8,17 +8,21 @@ stands in the tree as a `TensorRef`; a `PerRankRef` says that each rank has its 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.types import Json
 
-_MAX_DEPTH = 200
+MAX_DEPTH = 200
 _MAX_INT_BITS = 8192
+_LEAST_INT, _MOST_INT = -(1 << _MAX_INT_BITS), 1 << _MAX_INT_BITS  # both excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class PerRankRef:
 
 def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
     """The JSON node of `value`; BadInputError names the path of what can't be stored."""
-    if depth > _MAX_DEPTH:
-        raise BadInputError(f"{path}: nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise BadInputError(f"{path}: nested more than {MAX_DEPTH} deep")
     # Exact types on purpose: a subclass (an enum, a named tuple) would come back as something else.
     kind = type(value)
     if value is None or kind is bool:
@@ -72,10 +76,78 @@ def encode_value(value: Any, path: str = "", depth: int = 0) -> Json:
     )
 
 
+class NotPlainError(Exception):
+    """Not to be written in the quick way; `encode_value` stores it, or says why it can't be."""
+
+
+def list_text(values: Sequence[Any]) -> str:
+    """The text of a list whose items all are of the types in PLAIN, made by C code; see SCALARS."""
+    if len(values) >= _FEW:
+        _check_ints(values)
+        with suppress(ValueError):  # not all are finite
+            return _dumps(values)
+    return f"[{','.join([SCALARS[type(v)](v) for v in values])}]"
+
+
+def dict_text(values: Mapping[str | int, Any]) -> str:
+    """The same of a dict whose keys are strings and ints, and whose items are of the types in PLAIN."""
+    if len(values) >= _FEW:
+        _check_ints(values)
+        _check_ints(values.values())
+        with suppress(ValueError):
+            return f'{{"$":"dict","v":{_dumps(list(values.items()))}}}'
+    pairs = [f"[{SCALARS[type(k)](k)},{SCALARS[type(v)](v)}]" for k, v in values.items()]
+    return f'{{"$":"dict","v":[{",".join(pairs)}]}}'
+
+
+def _check_ints(values: Collection[Any]) -> None:
+    kinds = set(map(type, values))
+    if int in kinds:
+        ints = values if kinds == {int} else [v for v in values if type(v) is int]
+        if min(ints) <= _LEAST_INT or max(ints) >= _MOST_INT:
+            raise NotPlainError
+
+
+def _int_text(value: int) -> str:
+    if _LEAST_INT < value < _MOST_INT:
+        return repr(value)
+    raise NotPlainError
+
+
+def _float_text(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'{{"$":"float","v":"{value!r}"}}'
+
+
+def _bool_text(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _bytes_text(value: bytes) -> str:
+    return f'{{"$":"bytes","v":"{base64.b64encode(value).decode("ascii")}"}}'
+
+
+SCALARS: Mapping[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    int: _int_text,
+    float: _float_text,
+    bool: _bool_text,
+    type(None): lambda _: "null",
+    bytes: _bytes_text,
+}
+"""The canonical JSON text of `encode_value`, made without it, by exact type.
+
+Strings may turn out to be no Unicode when the text is encoded. Raises NotPlainError for too large ints.
+"""
+PLAIN = frozenset(SCALARS) - {bytes}
+"""What is the same in JSON, apart from infinities and the like."""
+_FEW = 16  # items, for which the way to C code takes longer than the work
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def decode_value(node: Any, what: str, depth: int = 0) -> Any:
     """The value of a JSON node; CorruptError naming `what` if it isn't one of ours."""
-    if depth > _MAX_DEPTH:
-        raise CorruptError(f"{what}: nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise CorruptError(f"{what}: nested more than {MAX_DEPTH} deep")
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):

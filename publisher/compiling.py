@@ -52,7 +52,7 @@ def compile_version(
         if record.sha256 not in trust.sums():
             raise BadInputError(
                 f"package {record.sha256} was compiled on another host; if you trust that host, add "
-                f"this sum as a line to {trust.path}"
+                f"this sum as a line to {trust.place}"
             )
         return record, False
     if not _has_compiler():

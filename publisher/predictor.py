@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Literal
 
 from ckpt import config
 from ckpt.errors import CorruptError, NotFoundError, SidestageError, StorageError
+from ckpt.storage import Root
 from ckpt.trust import TrustList
 from publisher import keys
 from publisher.compiled import Packages
@@ -28,7 +28,8 @@ class Predictor:
     """Answers requests from one version at a time. Any number of threads may use it.
 
     Args:
-        registry_or_root: a registry, or the root whose `serving/` is one.
+        registry_or_root: a registry, or the root whose `serving/` is one: a path (text or a
+            pathlib.Path), a URL, or a Storage.
         version: the version to load; None: what `follow` says, followed by `refresh()`.
         follow: the live version, or the canary, and the live one where there is no canary.
         trust: the code that may be loaded on this host; by default the operator's list.
@@ -41,7 +42,7 @@ class Predictor:
 
     def __init__(
         self,
-        registry_or_root: Registry | str | os.PathLike[str],
+        registry_or_root: Registry | Root,
         version: int | None = None,
         *,
         follow: Follow = "live",
@@ -51,7 +52,7 @@ class Predictor:
         if isinstance(registry_or_root, Registry):
             self._registry = registry_or_root
         else:
-            self._registry = open_registry(os.fspath(registry_or_root), must_exist=True)
+            self._registry = open_registry(registry_or_root, must_exist=True)
         trust = trust or TrustList(config.trust_file())
         self._programs = ProgramCache(trust)
         self._packages = Packages(self._registry, trust)

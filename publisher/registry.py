@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckpt import layout
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Root, storage_of
 from ckpt.types import Clock, SystemClock
 from publisher import keys, retention
 from publisher.pointer import LeaseLostError, LivePointer, Reason
@@ -36,20 +36,20 @@ class Registry:
     """The published versions of one model.
 
     Args:
-        storage: the store that holds it.
+        root: the store that holds it: a path (text or a pathlib.Path), a URL, or a Storage.
         prefix: where in that store: empty, or a folder with its final `/`.
         clock: stamps claims and moves.
     """
 
     def __init__(
-        self, storage: Storage, prefix: str = layout.SERVING, *, clock: Clock | None = None
+        self, root: Root, prefix: str = layout.SERVING, *, clock: Clock | None = None
     ) -> None:
         if prefix and not prefix.endswith("/"):
             raise BadInputError(f"registry prefix {prefix!r}: end it with /")
-        self.storage = storage
+        self.storage = storage_of(root)
         self.prefix = prefix
         self.clock = clock or SystemClock()
-        self._pointer = LivePointer(storage, prefix, self.clock)
+        self._pointer = LivePointer(self.storage, prefix, self.clock)
         self._manifests: dict[int, VersionManifest] = {}
 
     @property
@@ -367,8 +367,10 @@ def _check_one_step(manifest: VersionManifest, key: str) -> None:
         raise CorruptError(f"{key}: its parts don't belong together: {told}; take another version")
 
 
-def open_registry(root: str, registry: str | None = None, *, must_exist: bool = False) -> Registry:
-    """The registry of a root, or the one at a URL of its own."""
+def open_registry(
+    root: Root, registry: Root | None = None, *, must_exist: bool = False
+) -> Registry:
+    """The registry of a root, or the one at an address of its own."""
     if registry is None:
-        return Registry(open_storage(root, must_exist=must_exist))
-    return Registry(open_storage(registry, must_exist=must_exist), "")
+        return Registry(storage_of(root, must_exist=must_exist))
+    return Registry(storage_of(registry, must_exist=must_exist), "")

@@ -144,7 +144,9 @@ class SpareProcesses:
     def _spawn(self) -> _Spare:
         # Where this process finds its modules, in the same order, and never the current folder.
         path = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).resolve().parents[1])])
-        env = {**os.environ, "PYTHONPATH": path, "SIDESTAGE_TRUST_FILE": str(self._trust.path)}
+        env = {**os.environ, "PYTHONPATH": path}
+        if self._trust.path is not None:
+            env["SIDESTAGE_TRUST_FILE"] = str(self._trust.path)
         alive, life = os.pipe()
         try:
             process = subprocess.Popen(

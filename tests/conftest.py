@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,16 @@ from trainer.quiet import LIBRARY_WARNINGS
 # The same examples each time: what passed passes again. `make fuzz` looks for new ones.
 settings.register_profile("fixed", derandomize=not os.environ.get("SIDESTAGE_FUZZ"), deadline=None)
 settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def signals_given_back() -> Iterator[None]:
+    """Commands that run in this process leave handlers behind, which the next test isn't to meet."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning"
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What became of the adversaries of tests/guarded/adversaries, if any were run."""
+    verdicts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                told = dict(report.user_properties).get("adversary")
+                verdicts.update(str(told).split(", ") if told else ())
+    if verdicts:
+        shown = {"exact": 0, "refused": 0, "silent": 0, **dict(sorted(verdicts.items()))}
+        terminalreporter.section("adversaries")
+        terminalreporter.line(", ".join(f"{name} {count}" for name, count in shown.items()))
 
 
 @pytest.fixture(scope="session")

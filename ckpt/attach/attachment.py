@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.optim import Optimizer
 
 from ckpt.attach.finding import Finder
-from ckpt.attach.fused import FusedTables
+from ckpt.attach.fused import FusedTables, held
+from ckpt.attach.living import LivingLookups
 from ckpt.attach.sparse import SparseTables
 from ckpt.rows import Group, RowGuards
 from ckpt.tree import leaf_of
@@ -26,26 +27,62 @@ class Attachment:
         self._guards = guards
         self._sink = sink
         self._finder = Finder()
+        self._living = LivingLookups()
         self._fused: list[FusedTables] = []
         self._sparse = SparseTables()
         self._refused: dict[str, str] = {}
-        self._said: set[str] = set()
+        self._said: dict[str, str] = {}
 
-    def add(self, *objects: Any) -> None:
+    def add(self, *objects: Any, early: bool = False) -> None:
         """Look through modules, optimizers, or nests of them, such as a whole state.
 
+        Without any: take up what has been shown to `looking()`.
         What was looked through before isn't again, unless a table has gone, as if for another in
         its place; so a state may be added at every save. Call it like `refresh`.
+
+        early: training may have begun before this, unseen.
         """
-        if self._sparse.any_gone or any(f.gone for f in self._fused):
-            self._finder.look_again()
-        for value in objects:
-            self._finder.look(value)
+        if objects:
+            look = self.looking()
+            for value in objects:
+                look(value, "")
         lookups, embeddings, optimizers = self._finder.take()
         if lookups or embeddings or optimizers:
-            self._fused += [FusedTables(found) for found in lookups]
+            self._fused += [FusedTables(found, early=early) for found in lookups]
             self._sparse.add(embeddings, optimizers)
             self.refresh()
+
+    def claim(self, state: Iterable[tuple[str, Tensor]]) -> bool:
+        """Guard the fused tables whose memory a state has, though no object in it shows them.
+
+        state: its tensors on this rank, with their keys. Call it like `refresh`. True if there were any.
+        """
+        unknown = [m for m in self._living if not self._finder.knows(m)]
+        if not unknown:
+            return False
+        homes: dict[int, str] = {}
+        for key, tensor in state:
+            if tensor.numel():
+                homes.setdefault(tensor.untyped_storage().data_ptr(), key)
+        found = False
+        for module in unknown:
+            keys = (homes.get(t.untyped_storage().data_ptr()) for t in held(module))
+            name = next((k for k in keys if k is not None), None)
+            if name is not None:
+                self.add({name: module}, early=True)
+                found = True
+        return found
+
+    def unsure(self) -> set[Group]:
+        """Groups to do without now: it isn't known what writes their tables, or those have moved."""
+        found = {f.group for f in self._fused if f.group is not None and not f.sure()}
+        return found | set(self._sparse.unsure())
+
+    def looking(self) -> Callable[[Any, str], None]:
+        """Something to show objects to, each with its path in the state; `add()` takes them up."""
+        if self._sparse.any_gone or any(f.gone for f in self._fused):
+            self._finder.look_again()
+        return self._finder.look
 
     def refresh(self) -> None:
         """Follow tables and their state to where their memory is now; only what moved is regrouped.
@@ -59,12 +96,12 @@ class Attachment:
             if fused.refusal is not None:
                 refused |= dict.fromkeys(fused.names, fused.refusal)
                 if fused.quiet:
-                    self._said.update(fused.names)
+                    self._said |= dict.fromkeys(fused.names, str(fused.refusal))
         refused |= self._sparse.refused
         self._refused = refused
         for name, reason in refused.items():
-            if name not in self._said:
-                self._said.add(name)
+            if self._said.get(name) != reason:
+                self._said[name] = reason
                 self._sink.emit("table_copied", table=name, reason=reason)
 
     @property
@@ -81,6 +118,9 @@ class Attachment:
         """Memory that lookups change themselves: by their backward pass, or `max_norm` in forward."""
         for fused in self._fused:
             yield from fused.tensors()
+        for module in self._living:
+            if not self._finder.knows(module):
+                yield from held(module)
         yield from self._sparse.renormed()
 
     def touched(self, tensor: Tensor | ShardedTensor, rows: Tensor | None) -> bool:
@@ -108,8 +148,16 @@ class Attachment:
         for fused in self._fused:
             fused.detach(self._guards)
         self._sparse.detach(self._guards)
+        self._living.forget()
         self._fused, self._sparse, self._finder = [], SparseTables(), Finder()
         self._refused = {}
+
+    def forget(self) -> None:
+        """In a forked child: take the hooks off, and touch nothing else."""
+        for fused in self._fused:
+            fused.forget()
+        self._sparse.forget()
+        self._living.forget()
 
     def _groups(self) -> Iterator[Group]:
         yield from (f.group for f in self._fused if f.group is not None)

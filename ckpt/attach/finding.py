@@ -90,13 +90,17 @@ class Finder:
     _embeddings: list[FoundEmbedding] = field(default_factory=list)
     _optimizers: list[Optimizer] = field(default_factory=list)
 
-    def look(self, value: Any) -> None:
-        """Search one object of a state: a module, an optimizer, or a nest of them."""
-        self._look(value, _Place(), 0)
+    def look(self, value: Any, path: str = "") -> None:
+        """Search one object of a state: a module, an optimizer, or a nest of them, found at `path`."""
+        self._look(value, _Place(path), 0)
 
     def look_again(self) -> None:
         """Walk what holds tables and optimizers once more when it is given; those known stay known."""
         self._walked.clear()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Was this lookup or embedding found?"""
+        return self._known.get(id(module)) is module
 
     def take(self) -> tuple[list[FoundLookup], list[FoundEmbedding], list[Optimizer]]:
         """What was found since the last call."""

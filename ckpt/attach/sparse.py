@@ -1,8 +1,10 @@
 """Plain embeddings with sparse gradients: a torch optimizer's step changes the rows of the gradient.
 
-One global step pre-hook reads the sparse gradients right before the step. Whatever the step may
-change beyond them (a dense gradient, a closure that makes new ones, settings that reach all
-rows) is announced as the whole table. A post-hook tells that the step's writes are over.
+The last hook before a step reads the sparse gradients: whatever other hooks do to them, or to the
+rows, comes before. Whatever the step may change beyond them (a dense gradient, a closure that makes
+new ones, settings that reach all rows) is announced as the whole table. The first hook after the
+step tells that its writes are over. Both are put in their places at the beginning of each step, by a global
+hook, since others may have been registered meanwhile.
 """
 
 from __future__ import annotations
@@ -17,14 +19,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt.attach.finding import FoundEmbedding, memory_refusal, wrapped
 from ckpt.rows import Group, RowGuards, Table
+from ckpt.tree import foreign_memory
 
 # With sparse gradients these change the gradient's rows and no others, given that the settings
 # named here are zero. Values: those settings, and the state tensors that have one row per row.
@@ -53,6 +53,8 @@ _Held = tuple[list[int], list[tuple[_Guarded, int]]]
 
 @dataclass(eq=False)
 class _Embedding:
+    """`barred`: why not to guard its weight, from the start or since something was found."""
+
     name: str
     module: weakref.ref[nn.Embedding | nn.EmbeddingBag]
     barred: str | None
@@ -67,7 +69,10 @@ class SparseTables:
     _optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     _guarded: dict[int, _Guarded] = field(default_factory=dict)
     _held: WeakKeyDictionary[Optimizer, _Held] = field(default_factory=WeakKeyDictionary)
-    _hooks: tuple[RemovableHandle, ...] = ()
+    _hook: RemovableHandle | None = None
+    _own_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def add(self, embeddings: Iterable[FoundEmbedding], optimizers: Iterable[Optimizer]) -> None:
         """Know more modules and optimizers; the next `refresh` judges them."""
@@ -98,6 +103,7 @@ class SparseTables:
         """Judge every weight anew and guard what changed: its memory, its state, its optimizer."""
         if not self._embeddings:
             return
+        self._bar_found()
         weights = list(self._weights())
         owners = self._owners([w for _, w, _ in weights])
         guarded: dict[int, _Guarded] = {}
@@ -115,26 +121,55 @@ class SparseTables:
             if not guards.takes(table):
                 self.refused[name] = memory_refusal(table)
                 continue
+            if foreign := next(filter(None, map(foreign_memory, table.components)), None):
+                self.refused[name] = foreign
+                continue
             guarded[id(weight)] = self._guard(guards, table, weight, owned[0])
         for old in self._guarded.values():
             if old not in guarded.values():
                 guards.drop(old.group)
         self._guarded = guarded
         self._held = WeakKeyDictionary()
-        if guarded and not self._hooks:
-            self._hooks = (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            )
+        # Another library may have cleared all hooks.
+        gone = self._hook is None or self._hook.id not in _global_optimizer_pre_hooks
+        if guarded and gone:
+            self._hook = register_optimizer_step_pre_hook(self._arrange)
+
+    def unsure(self) -> Iterator[Group]:
+        """Groups whose memory isn't their weight's and their optimizer's own any more."""
+        for one in self._guarded.values():
+            optimizer = one.optimizer()
+            if optimizer is None:
+                yield one.group
+                continue
+            parts = one.group.tables[0].components
+            if _pointers(one.weight, optimizer) != one.pointers or any(map(foreign_memory, parts)):
+                yield one.group
 
     def detach(self, guards: RowGuards) -> None:
         """Take the hooks off again."""
         for one in self._guarded.values():
             guards.drop(one.group)
         self._guarded, self._held = {}, WeakKeyDictionary()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = ()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the hooks off, and nothing else: also in a forked child, where no lock is to be had."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for hooks in self._own_hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._own_hooks = WeakKeyDictionary()
+
+    def _bar_found(self) -> None:
+        """What was found of a table stays with the modules that look it up."""
+        found = {id(g.weight): g.group.barred for g in self._guarded.values() if g.group.barred}
+        for e in self._embeddings if found else ():
+            module = e.module()
+            if module is not None and e.barred is None:
+                e.barred = found.get(id(module._parameters.get("weight")))
 
     def _weights(self) -> Iterator[tuple[str, Tensor, str | None]]:
         """Name, weight and bar of each weight: tied ones are one table, under its first name."""
@@ -178,7 +213,7 @@ class SparseTables:
         self, guards: RowGuards, table: Table, weight: Tensor, owner: tuple[Optimizer, int]
     ) -> _Guarded:
         optimizer, number = owner
-        pointers = tuple(c.data_ptr() for c in table.components)
+        pointers = _pointers(weight, optimizer)
         old = self._guarded.get(id(weight))
         if old is not None and old.pointers == pointers:
             old.optimizer, old.group_number = weakref.ref(optimizer), number
@@ -186,22 +221,50 @@ class SparseTables:
         group = guards.group([table])
         return _Guarded(weight, weakref.ref(optimizer), number, pointers, group)
 
+    def _arrange(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A step begins, of whatever optimizer: have its rows read last, and its end seen first."""
+        if not self._held_by(optimizer):
+            return
+        own: Any = optimizer  # the tables of hooks are private to torch
+        first, last = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+        hooks = self._own_hooks.get(optimizer)
+        if hooks is None or hooks[0].id not in first or hooks[1].id not in last:
+            for hook in hooks or ():  # another library may have cleared one kind
+                hook.remove()
+            hooks = self._own_hooks[optimizer] = (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        before, after = hooks
+        first.move_to_end(before.id)
+        last.move_to_end(after.id, last=False)
+
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         for one, number in self._held_by(optimizer):
-            one.group.versions.release()
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is self
             grad = one.weight.grad
             known = type(optimizer) in _OPTIMIZERS and closure is None
-            if not known or _reaches_all_rows(optimizer, number):
-                one.group.touch_all(0)
-            elif grad is None:
-                continue
-            elif grad.is_sparse:
-                one.group.touch_rows(0, grad._indices()[0])
-            else:
-                one.group.touch_all(0)
+            for group in self._groups_at(one, optimizer):
+                group.versions.release()
+                if not known or _reaches_all_rows(optimizer, number):
+                    group.touch_all(0)
+                elif grad is None:
+                    continue
+                elif grad.is_sparse:
+                    group.touch_rows(0, grad._indices()[0])
+                else:
+                    group.touch_all(0)
+
+    def _groups_at(self, one: _Guarded, optimizer: Optimizer) -> Iterable[Group]:
+        """The groups whose memory a step on this weight changes: its own, if nothing was exchanged."""
+        pointers = _pointers(one.weight, optimizer)
+        if pointers == one.pointers:
+            return (one.group,)
+        there = set(pointers)
+        others = (g.group for g in self._guarded.values() if there & set(g.pointers))
+        return list(dict.fromkeys([one.group, *others]))
 
     def _held_by(self, optimizer: Optimizer) -> list[tuple[_Guarded, int]]:
         """The guarded weights of any optimizer, also of one that no state has shown yet."""
@@ -220,7 +283,8 @@ class SparseTables:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for one, _ in self._held_by(optimizer):
-            one.group.versions.settle()
+            for group in self._groups_at(one, optimizer):
+                group.versions.settle()
 
 
 def _reaches_all_rows(optimizer: Optimizer, number: int) -> str | None:
@@ -253,3 +317,9 @@ def _row_states(weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
         state = states.get(name)
         if state is not None and state.shape == weight.shape and state.is_contiguous():
             yield state
+
+
+def _pointers(weight: Tensor, optimizer: Optimizer) -> tuple[int, ...]:
+    """Where a weight and its row-aligned state are now."""
+    states = _row_states(weight, optimizer) if type(optimizer) in _OPTIMIZERS else ()
+    return tuple(part.data_ptr() for part in (weight, *states))

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from ckpt import nesting
 from ckpt.catalog import Catalog
-from ckpt.dcp.naming import Root, checked_step, storage_of
+from ckpt.dcp.naming import checked_step
 from ckpt.errors import (
     BadInputError,
     ConflictError,
@@ -32,6 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.index import TensorInfo
 from ckpt.restore import CheckpointReader
+from ckpt.storage import Root, storage_of
 from ckpt.tree import torch_dtype
 from ckpt.types import CommitRef
 from ckpt.values import TensorRef, map_leaves
@@ -45,7 +46,7 @@ class DcpReader(StorageReader):
     key and the rank that saved them: "rng.generators.0.torch".
 
     Args:
-        root: the run's root: a path, a URL, or a Storage.
+        root: the run's root: a path (text or a pathlib.Path), a URL, or a Storage.
         step: which checkpoint; by default the latest. Also `checkpoint_id` of `dcp.load`. On
             several ranks name it if another job may commit at the same time: ranks that find
             different ones refuse.

@@ -18,7 +18,7 @@ from torch.futures import Future
 from ckpt import nesting
 from ckpt.commit import check_not_superseded, claim_epoch, open_run
 from ckpt.config import CheckpointConfig
-from ckpt.dcp.naming import Root, checked_step, storage_of
+from ckpt.dcp.naming import checked_step
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
 from ckpt.events import LogSink
@@ -34,6 +34,7 @@ from ckpt.receipts import (
     seal_objects,
     store_part,
 )
+from ckpt.storage import Root, storage_of
 from ckpt.tree import PerRank, dtype_name, leaf_of
 from ckpt.types import Clock, CommitRef, Json, SystemClock
 from ckpt.values import TensorRef, decode_value, encode_value, map_leaves
@@ -67,7 +68,8 @@ class DcpWriter(StorageWriter):
     whose `storage_data` is the commit's (epoch, step, digest) as a dict, on every rank.
 
     Args:
-        root: the run's root: a path, a URL, or a Storage. The run is made by its first save.
+        root: the run's root: a path (text or a pathlib.Path), a URL, or a Storage. The run is
+            made by its first save.
         step: of the next save. Above the step that it continues.
         onto: the step that the first save continues; later ones become abandoned. Without it,
             the latest.

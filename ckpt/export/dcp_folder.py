@@ -140,7 +140,7 @@ class _PiecePlanner(DefaultSavePlanner):
             self._held.untyped_storage().resize_(0)
         data = write_item.tensor_data
         assert data is not None
-        piece = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+        piece = torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         self._reader.read_into(leaf.fqn, piece, tuple(data.chunk.offsets))
         self._progress(piece.nbytes)
         self._held = piece

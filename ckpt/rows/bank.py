@@ -35,7 +35,9 @@ class DeviceTable:
     table: Table
     base: int = 0
     chunk_rows: int = 1
-    tag: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    tag: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     bank: Bank | None = None
     number: int = 0
     upto: list[int] = field(init=False)

@@ -216,15 +216,10 @@ class DevicePool:
     def kept_chunks(self, key: DeviceTable) -> list[int]:
         return [0] if key.bank is not None and key.bank.bound else []
 
-    def live(self, key: DeviceTable, a: int, b: int) -> tuple[torch.Tensor, ...]:
+    def tags(self, key: DeviceTable, a: int, b: int) -> torch.Tensor:
         self._device.bind()
         with self._device.beside():
-            return tuple(fetch(self._device, c[a:b].detach()) for c in key.table.components)
-
-    def untouched(self, key: DeviceTable, epoch: int, a: int, b: int) -> torch.Tensor:
-        self._device.bind()
-        with self._device.beside():
-            return fetch(self._device, key.tag[a:b]) < epoch
+            return fetch(self._device, key.tag[a:b])
 
     def age(self, by: int) -> None:
         with self._training:

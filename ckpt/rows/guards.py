@@ -10,33 +10,40 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckpt.errors import BadInputError, SaveError
+from ckpt.errors import BadInputError, SaveError, UntrackedWriteError
 from ckpt.native import SLOTS, load
 from ckpt.rows.native_pool import NativePool
 from ckpt.rows.pool import Pool, Stop, Table, nbytes
 from ckpt.rows.pools import Pools
 from ckpt.rows.torch_pool import TorchPool
 from ckpt.rows.versions import Component, Versions, Watched
-from ckpt.tree import identity
+from ckpt.tree import foreign_memory, identity
 from ckpt.types import Clock
 
 _LAST_EPOCH = 255
 _AGE_FROM = 200  # early, so that it seldom has to wait for open snapshots
 _AGE_BY = 128
 _ALIGN_BYTES = 4096
+_SHOWN = 4  # tables named in a message
 _LOOK_AGAIN_S = 0.02  # while training waits; it is woken at once where nothing goes wrong
+
+
+_MOVED = (
+    "its memory was moved or freed, as share_memory(), a multiprocessing queue and resize_() do"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """A component of a guarded table. `key` is the pool's."""
 
+    group: Group
     table: Table
     key: Any
     component: int
@@ -50,7 +57,27 @@ class Group:
         self.tables = tables
         self.keys = keys
         self.versions = Versions(tables, guards._note_edited)
+        self.barred: str | None = None
+        """Why snapshots don't leave these tables in place any more: what writes them isn't known."""
         self._guards = guards
+        # One tensor of each storage: what moves a storage in place moves all that lies in it.
+        parts = {c.untyped_storage()._cdata: c for t in tables for c in t.components if c.numel()}
+        self._where = [(c, c.data_ptr(), c.untyped_storage()) for c in parts.values()]
+        self._nbytes = [storage.nbytes() for _, _, storage in self._where]
+
+    @property
+    def moved(self) -> bool:
+        """Is the memory of a table not where it was any more?"""
+        return any(
+            c.data_ptr() != at or storage.nbytes() != nbytes
+            for (c, at, storage), nbytes in zip(self._where, self._nbytes, strict=True)
+        )
+
+    def bar(self, why: str) -> None:
+        """Trust its guard no more: open snapshots fail by its name, and later ones don't have it."""
+        if self.barred is None:
+            self.barred = why
+        self._guards._spoil(self, why)
 
     def touch(
         self, ids: torch.Tensor, bounds: Sequence[int] | torch.Tensor, tables: Sequence[int]
@@ -62,8 +89,18 @@ class Group:
         unless the host knows them. Call it before the change, on the thread and the stream that
         make it. Waits if the overlay is full.
         """
+        if self.moved:
+            self._guards._spoil(self, _MOVED)
+            return
         keys = [self.keys[t] for t in tables]
         self._guards._touch(keys, ids.contiguous(), bounds)
+
+    def given_away(self, pointers: Iterable[int]) -> None:
+        """What announces these tables changes the memory at `pointers` now; others' may be there."""
+        there = set(pointers)
+        for other in self._guards._groups:
+            if other is not self and any(at in there for _, at, _ in other._where):
+                self._guards._spoil(other, "its memory was given to another lookup")
 
     def touch_rows(self, table: int, rows: torch.Tensor) -> None:
         """`touch` for one table."""
@@ -71,6 +108,9 @@ class Group:
 
     def touch_all(self, table: int) -> None:
         """Any row of a table may change now: waits until open snapshots have all of it."""
+        if self.moved:
+            self._guards._spoil(self, _MOVED)
+            return
         self._guards._touch_all(self.keys[table])
 
 
@@ -98,6 +138,8 @@ class RowGuards:
         native = load()
         self._pool: Pool = Pools(NativePool(native) if native else TorchPool())
         self._epoch = 1
+        self._aged = 0  # epochs that tags have lost
+        self._edited: dict[Table, int] = {}  # the snapshot after which its counters last told
         self._chunk_rows: dict[Any, int] = {}
         self._places: dict[tuple[Any, ...], Place] = {}
         self._groups: list[Group] = []
@@ -121,6 +163,10 @@ class RowGuards:
     @property
     def guarded_bytes(self) -> int:
         return sum(nbytes(t) for g in self._groups for t in g.tables)
+
+    @property
+    def guarded_rows(self) -> int:
+        return sum(t.rows for g in self._groups for t in g.tables)
 
     @property
     def longest_row_bytes(self) -> int:
@@ -165,8 +211,9 @@ class RowGuards:
         """Stop guarding a group's tables. Raises BadInputError if a snapshot is open."""
         self._refuse_if_busy("dropped")
         self._groups.remove(group)
-        for key in group.keys:
+        for table, key in zip(group.tables, group.keys, strict=True):
             self._pool.drop(key)
+            self._edited.pop(table, None)
         self._laid_out = False
 
     def lay_out(self, buffer_bytes: int, overlay_bytes: int) -> None:
@@ -183,7 +230,7 @@ class RowGuards:
             for table, key in zip(g.tables, g.keys, strict=True):
                 for k, part in enumerate(table.components):
                     if part.numel():
-                        place = Place(table, key, k, self._chunk_rows[key])
+                        place = Place(g, table, key, k, self._chunk_rows[key])
                         self._places.setdefault(identity(part), place)
         self._laid_out = True
 
@@ -191,8 +238,10 @@ class RowGuards:
     def laid_out(self) -> bool:
         return self._laid_out
 
-    def open(self) -> RowSnapshot | None:
+    def open(self, *, without: Collection[Group] = ()) -> RowSnapshot | None:
         """Fix the rows of all tables as they are now. On the training thread; copies nothing.
+
+        without: groups that this snapshot is to do without, as without those that were barred.
 
         None if SLOTS snapshots are open already. Once in a hundred saves it passes over all tags, a
         byte a row; if snapshots were never all closed in that time, it waits for them first.
@@ -203,13 +252,16 @@ class RowGuards:
         if self._epoch > _AGE_FROM and not self._open:
             self._pool.age(_AGE_BY)
             self._epoch -= _AGE_BY
+            self._aged += _AGE_BY
         free = [s for s in range(SLOTS) if s not in self._open]
         if not free or self._epoch >= _LAST_EPOCH:
             return None
-        self._epoch += 1
         for g in self._groups:
-            g.versions.settle()
-        snapshot = RowSnapshot(self, free[0], self._epoch, dict(self._places))
+            g.versions.settle()  # what it tells came before this snapshot
+        self._epoch += 1
+        sound = {g for g in self._groups if g.barred is None and not g.moved and g not in without}
+        places = {key: p for key, p in self._places.items() if p.group in sound}
+        snapshot = RowSnapshot(self, free[0], self._epoch, places)
         self._open[free[0]] = snapshot
         self._pool.open(free[0], self._epoch)
         return snapshot
@@ -229,7 +281,7 @@ class RowGuards:
 
         def has_it() -> bool:
             self._settle()
-            return all(self._pool.passed(key, slot) >= key.table.rows for slot in self._open)
+            return all(self._pool.passed(key, slot) >= key.table.rows for slot in tuple(self._open))
 
         if not has_it():
             self._wait(has_it)
@@ -257,7 +309,7 @@ class RowGuards:
             self._waited(self._clock.monotonic() - started)
 
     def _give_up(self) -> None:
-        for snapshot in self._open.values():
+        for snapshot in tuple(self._open.values()):
             snapshot.give_up(
                 f"training had waited {self._stall_limit_s:g} s (stall_limit_s) for it, with "
                 f"{self._pool.used_bytes} bytes of old rows kept; is storage too slow, or "
@@ -290,14 +342,21 @@ class RowGuards:
     def _release_passed(self, key: Any, chunk: int) -> bool:
         rows = self._chunk_rows[key]
         end = min(key.table.rows, (chunk + 1) * rows)
-        if any(snapshot.has(key) < end for snapshot in self._open.values()):
+        if any(snapshot.has(key) < end for snapshot in tuple(self._open.values())):
             return False
         self._pool.release(key, chunk)
         return True
 
     def _note_edited(self, components: Sequence[Component]) -> None:
-        for snapshot in self._open.values():
+        for snapshot in tuple(self._open.values()):
             snapshot._edited += components
+        for table, _ in components:
+            self._edited[table] = self._epoch + self._aged
+
+    def _spoil(self, group: Group, why: str) -> None:
+        names = ", ".join(t.name for t in group.tables[:_SHOWN])
+        for snapshot in tuple(self._open.values()):
+            snapshot.spoil(f"{names}{' ...' if len(group.tables) > _SHOWN else ''}: {why}")
 
     def _note_passed(self, key: Any, chunk: int) -> None:
         """On the copying side: a snapshot has a chunk."""
@@ -327,6 +386,8 @@ class RowSnapshot:
     ) -> None:
         self.slot = slot
         self.epoch = epoch
+        self.number = epoch + guards._aged
+        """Rises from snapshot to snapshot."""
         self._guards = guards
         self._pool = guards._pool
         self._places = places
@@ -334,6 +395,7 @@ class RowSnapshot:
         self._has: dict[Any, int] = {}
         self._edited: list[Component] = []
         self._given_up: str | None = None
+        self._spoiled: str | None = None
         self._closed = False
 
     def has(self, key: Any) -> int:
@@ -350,24 +412,52 @@ class RowSnapshot:
         """Copy a chunk of a table as it was at opening; returns how many of its rows were old ones.
 
         out: for each component uint8 of its bytes, or None. Each chunk once, in rising order.
-        Runs on a persist thread. Raises SaveError if the snapshot has been given up.
+        Runs on a persist thread. Raises SaveError if the snapshot has been given up, and
+        UntrackedWriteError if it can't be exact.
         """
         a = chunk * place.chunk_rows
         b = min(place.table.rows, a + place.chunk_rows)
-        laid = self._pool.copy(place.key, self.slot, a, b, out)
-        if self._given_up is not None:
-            raise SaveError(self._given_up)
+        # Before and after: memory that moves while it is read may hold anything.
+        laid = -1 if place.group.moved else self._pool.copy(place.key, self.slot, a, b, out)
+        if laid < 0 or place.group.moved:
+            self.spoil(f"{place.table.name}: {_MOVED}")
+        self.check()
         self._has[place.key] = b
         self._guards._note_passed(place.key, chunk)
         return laid
 
-    def live(self, place: Place, a: int, b: int) -> tuple[torch.Tensor, ...]:
-        """Rows [a, b) of each component as they are now, in host memory. On a persist thread."""
-        return self._pool.live(place.key, a, b)
+    def look(self) -> None:
+        """Is somebody else known by now who may have written a table? On a persist thread, at the end."""
+        for place in self._places.values():
+            if why := foreign_memory(place.table.components[place.component]):
+                place.group.bar(why)
 
-    def untouched(self, place: Place, a: int, b: int) -> torch.Tensor:
-        """Which of rows [a, b) training hasn't touched since opening: bool of shape (b - a,)."""
-        return self._pool.untouched(place.key, self.epoch, a, b)
+    def check(self) -> None:
+        """Raises SaveError if it was given up, UntrackedWriteError if it can't be exact any more."""
+        if self._spoiled is not None:
+            raise UntrackedWriteError(
+                f"{self._spoiled}, while a snapshot was open; the next saves copy what isn't known to "
+                f'be safe, and snapshot = "copied" copies everything'
+            )
+        if self._given_up is not None:
+            raise SaveError(self._given_up)
+
+    def tags(self, place: Place, a: int, b: int, number: int | None) -> tuple[torch.Tensor, int]:
+        """Tags of rows [a, b) in host memory, and the least one of those changed since a snapshot.
+
+        number: the earlier snapshot's. 0 as the least one: nothing is known of what has changed
+        since, or torch's own counters tell that something has. On a persist thread.
+        """
+        guards, since = self._guards, 0
+        if number is not None and guards._edited.get(place.table, -1) < number:
+            since = max(0, number - guards._aged)
+        return self._pool.tags(place.key, a, b), since
+
+    def bar(self, table: Table, why: str) -> None:
+        """Trust the guard of a table no more in later snapshots. On a persist thread."""
+        for place in self._places.values():
+            if place.table is table and place.group.barred is None:
+                place.group.barred = why
 
     def watch(self, aliases: Iterable[tuple[Place, torch.Tensor]]) -> None:
         """Find edits through these tensors, too: those by which the state has the components.
@@ -388,6 +478,11 @@ class RowSnapshot:
         # In this order: what a step that begins meanwhile takes away from `differing`, it has noted.
         found = [c for g in self._guards._groups for c in g.versions.differing()]
         return list(dict.fromkeys([*self._edited, *found]))
+
+    def spoil(self, why: str) -> None:
+        """It can't be exact any more: whoever copies it learns why. On any thread."""
+        if self._spoiled is None:
+            self._spoiled = why
 
     def give_up(self, why: str) -> None:
         """It keeps nothing from now on; whoever copies it learns why."""

@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ckpt.native import HEAD_BYTES, PARTS, SLOTS, Native, PoolStruct, TableStruct, touched_memory
-from ckpt.rows.pool import Stop, Table, host_rows
+from ckpt.native import (
+    HEAD_BYTES,
+    PARTS,
+    SLOTS,
+    Native,
+    PoolStruct,
+    TableStruct,
+    array_of,
+    touched_memory,
+)
+from ckpt.rows.pool import Stop, Table
 
 _SLABS = 4096
 _MIN_SLAB_BYTES = 16 << 10
@@ -26,7 +35,7 @@ class NativeTable:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.tag = touched_memory(table.rows)
-        self.first = torch.empty(0, dtype=torch.int32)
+        self.first = torch.empty(0, dtype=torch.int32, device="cpu")
         self.struct = TableStruct(
             tag=self.tag.data_ptr(),
             rows=table.rows,
@@ -43,7 +52,8 @@ class NativeTable:
 
     def lay_out(self, chunk_rows: int) -> None:
         rows = self.table.rows
-        self.first = torch.full((max(-(-rows // chunk_rows), 1),), -1, dtype=torch.int32)
+        chunks = max(-(-rows // chunk_rows), 1)
+        self.first = torch.full((chunks,), -1, dtype=torch.int32, device="cpu")
         self.struct.first = self.first.data_ptr()
         self.struct.chunk_rows = chunk_rows
         # A multiplication in place of each division: exact for 32-bit numbers.
@@ -101,9 +111,9 @@ class NativePool:
             return
         self._memory = []  # the old area first: both at once would pass the budget
         slabs = touched_memory(count * slab)
-        older = torch.full((count,), -1, dtype=torch.int32)
-        records = torch.zeros(count, dtype=torch.int32)
-        free = torch.arange(count - 1, -1, -1, dtype=torch.int32)
+        older = torch.full((count,), -1, dtype=torch.int32, device="cpu")
+        records = torch.zeros(count, dtype=torch.int32, device="cpu")
+        free = torch.arange(count - 1, -1, -1, dtype=torch.int32, device="cpu")
         self._memory = [slabs, older, records, free]
         self._slabs = count
         s = self._struct
@@ -118,8 +128,8 @@ class NativePool:
         start: Stop,
     ) -> Stop | None:
         n = len(keys)
-        tables = (ctypes.c_void_p * n)(*[k.address for k in keys])
-        limits = (ctypes.c_int64 * (n + 1))(*bounds)
+        tables = array_of(ctypes.c_void_p, n)(*[k.address for k in keys])
+        limits = array_of(ctypes.c_int64, n + 1)(*bounds)
         wide = ids.element_size() == 8
         place = ids.data_ptr()
         if self._native.touch(
@@ -150,7 +160,8 @@ class NativePool:
     def copy(
         self, key: NativeTable, slot: int, a: int, b: int, out: Sequence[torch.Tensor | None]
     ) -> int:
-        places = (ctypes.c_void_p * len(out))(*[o.data_ptr() if o is not None else 0 for o in out])
+        pointers = [o.data_ptr() if o is not None else 0 for o in out]
+        places = array_of(ctypes.c_void_p, len(out))(*pointers)
         return self._native.copy(self._address, key.address, slot, a, b, places)
 
     def release(self, key: NativeTable, chunk: int) -> None:
@@ -160,11 +171,8 @@ class NativePool:
         kept: list[int] = (key.first >= 0).nonzero().flatten().tolist()
         return kept
 
-    def live(self, key: NativeTable, a: int, b: int) -> tuple[torch.Tensor, ...]:
-        return host_rows(key.table, a, b)
-
-    def untouched(self, key: NativeTable, epoch: int, a: int, b: int) -> torch.Tensor:
-        return key.tag[a:b] < epoch
+    def tags(self, key: NativeTable, a: int, b: int) -> torch.Tensor:
+        return key.tag[a:b]
 
     def age(self, by: int) -> None:
         self._struct.epoch -= by

@@ -6,6 +6,7 @@ There are three: `native_pool` for tables in host memory, `torch_pool`, its refe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,17 +31,12 @@ class Table:
     @property
     def widths(self) -> tuple[int, ...]:
         """Bytes of a row of each component."""
-        return tuple(c[:1].numel() * c.element_size() for c in self.components)
+        return tuple(math.prod(c.shape[1:]) * c.element_size() for c in self.components)
 
 
 def nbytes(table: Table) -> int:
     """Bytes of all rows."""
     return table.rows * sum(table.widths)
-
-
-def host_rows(table: Table, a: int, b: int) -> tuple[torch.Tensor, ...]:
-    """Rows [a, b) of a table in host memory, as they are."""
-    return tuple(c[a:b].detach() for c in table.components)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +50,9 @@ class Stop:
 class Pool(Protocol):
     """Tags of all rows, and the old rows that open snapshots still need.
 
-    A tag is the epoch in which a row was last about to change, 0: long ago. `copy`, `pass_all`,
-    `live` and `untouched` are the copying side's; all others are the training side's, one thread at a time.
+    A tag is the epoch in which a row was last about to change, 0: long ago. `copy`, `pass_all`
+    and `tags` are the copying side's; all others are the training
+    side's, one thread at a time.
     Key: what `add` returned.
     """
 
@@ -119,6 +116,7 @@ class Pool(Protocol):
         """Copy rows [a, b) of one chunk as they were at opening; returns how many were old rows.
 
         out: for each component uint8 of shape (bytes,), or None where it isn't wanted.
+        Returns -1 if some of the table's memory isn't there any more.
         """
         ...
 
@@ -130,12 +128,8 @@ class Pool(Protocol):
         """The chunks of which something is kept."""
         ...
 
-    def live(self, key: Any, a: int, b: int) -> tuple[torch.Tensor, ...]:
-        """Rows [a, b) of each component in host memory, as they are now."""
-        ...
-
-    def untouched(self, key: Any, epoch: int, a: int, b: int) -> torch.Tensor:
-        """Which of rows [a, b) were not touched since `epoch`: bool of shape (b - a,)."""
+    def tags(self, key: Any, a: int, b: int) -> torch.Tensor:
+        """The tags of rows [a, b), uint8 in host memory, as they are now."""
         ...
 
     def age(self, by: int) -> None:

@@ -110,11 +110,8 @@ class Pools:
     def kept_chunks(self, key: Any) -> list[int]:
         return self._of[key].kept_chunks(key)
 
-    def live(self, key: Any, a: int, b: int) -> tuple[torch.Tensor, ...]:
-        return self._of[key].live(key, a, b)
-
-    def untouched(self, key: Any, epoch: int, a: int, b: int) -> torch.Tensor:
-        return self._of[key].untouched(key, epoch, a, b)
+    def tags(self, key: Any, a: int, b: int) -> torch.Tensor:
+        return self._of[key].tags(key, a, b)
 
     def age(self, by: int) -> None:
         for pool in self._each():

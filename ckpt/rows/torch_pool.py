@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.native import HEAD_BYTES, SLOTS
-from ckpt.rows.pool import Stop, Table, host_rows
+from ckpt.native import HEAD_BYTES, SLOTS, read_live
+from ckpt.rows.pool import Stop, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class TorchPool:
         return self.used_bytes / max(self.capacity_bytes, 1)
 
     def add(self, table: Table) -> TorchTable:
-        tag = torch.zeros(table.rows, dtype=torch.uint8)
+        tag = torch.zeros(table.rows, dtype=torch.uint8, device="cpu")
         added = TorchTable(table, tag, max(table.rows, 1), [table.rows] * SLOTS)
         self._tables.append(added)
         return added
@@ -125,9 +125,9 @@ class TorchPool:
             None if o is None else o.view(p.dtype).view(b - a, *p.shape[1:])
             for o, p in zip(out, parts, strict=True)
         ]
-        for view, part in zip(views, parts, strict=True):
-            if view is not None:
-                view.copy_(part[a:b])
+        for o, part in zip(out, parts, strict=True):
+            if o is not None and not read_live(o, part[a:b]):
+                return -1
         key.upto[slot] = max(
             b, key.upto[slot]
         )  # never back: it may be given up; before what is kept is read: see _rows.c
@@ -150,11 +150,8 @@ class TorchPool:
     def kept_chunks(self, key: TorchTable) -> list[int]:
         return list(key.kept)
 
-    def live(self, key: TorchTable, a: int, b: int) -> tuple[torch.Tensor, ...]:
-        return host_rows(key.table, a, b)
-
-    def untouched(self, key: TorchTable, epoch: int, a: int, b: int) -> torch.Tensor:
-        return key.tag[a:b] < epoch
+    def tags(self, key: TorchTable, a: int, b: int) -> torch.Tensor:
+        return key.tag[a:b]
 
     def age(self, by: int) -> None:
         self._epoch -= by

@@ -1,12 +1,12 @@
 """Finds in-place writes to guarded tables that nobody announced, by torch's version counters.
 
 Each in-place operation counts its tensor's `_version` up, through whatever view of it; what goes
-through `.data` or another library's pointers doesn't, and only the sampled proof can find it. So
-between one announced change and the next the counters must stand still. A torch optimizer's
-step counts, so the counters are read anew after it. fbgemm's fused updates don't, which is
-seen on a group's first two updates before it's relied on. Views of one tensor share a counter:
-a write to one table of a fused lookup shows on all of them. But what a DTensor holds counts by
-itself, so the state's own tensors are watched as well.
+through `.data` or another library's pointers doesn't, and only prints and stretches can find it (see
+ckpt/proof.py). So between one announced change and the next the counters must stand still. An
+optimizer's step or a fused update may count or not: it's between `release` and `settle`, of which
+one comes right before it and one right after. Views of one tensor share a counter: a write to
+one table of a fused lookup shows on all of them. But what a DTensor holds counts by itself, so the
+state's own tensors are watched as well.
 """
 
 from __future__ import annotations
@@ -39,27 +39,23 @@ class Versions:
         self._report = report
         self._own = _counted((t, k, c) for t in tables for k, c in enumerate(t.components))
         self._watched = self._own
-        self._ignored = False
-        # None: they may be anything, since a step or an announced edit is going on. Each one is
+        # None: they may be anything, since an update or an announced edit is going on. Each one is
         # a new object, by which `differing` sees that training has gone on.
         self._expected: _Expected | None = None
-        self._at_update: tuple[int, ...] | None = None
-        self._silent = False
 
     def settle(self) -> None:
-        """From now on the counters stand still: a snapshot opens, or a step has ended."""
-        self._look()
-        self._expected = _Expected(self._watched)
+        """From now on the counters stand still: a snapshot opens, or an update has ended."""
+        if self._look():
+            self._expected = _Expected(self._watched)
 
     def watch(self, aliases: Iterable[Watched]) -> None:
         """`settle`, and watch these tensors beside the components until the next call."""
-        if not self._ignored:
-            self._look()
-            self._watched = [*self._own, *_counted(aliases)]
-            self._expected = _Expected(self._watched)
+        self._look()
+        self._watched = [*self._own, *_counted(aliases)]
+        self._expected = _Expected(self._watched)
 
     def release(self) -> None:
-        """A step begins, which may write until `settle`; one that raises leaves it at that."""
+        """An update begins, which may write until `settle`; one that raises leaves it at that."""
         self._look()
         self._expected = None
 
@@ -67,22 +63,6 @@ class Versions:
         """An edit was announced: nothing is checked until the next step's end or snapshot."""
         self._look()  # an earlier one that wasn't announced stays found
         self._expected = None
-
-    def ignore(self) -> None:
-        """Check nothing from now on: whether these tensors' updates count isn't known."""
-        self._ignored = True
-        self._own = self._watched = []
-        self._expected = None
-
-    def before_update(self) -> None:
-        """A fused update follows. Until one is known not to count, it's taken as an edit."""
-        if self._silent and self._expected is not None:
-            return
-        self._look()
-        now = _Expected(self._own).counts
-        self._silent = self._silent or now == self._at_update
-        self._at_update = now
-        self._expected = _Expected(self._watched) if self._silent else None
 
     def differing(self) -> list[Component]:
         """The components written to since the last announced change. Runs on a persist thread."""
@@ -92,9 +72,14 @@ class Versions:
                 return found
         return []
 
-    def _look(self) -> None:
-        if self._expected is not None and (found := self._expected.differing()):
+    def _look(self) -> bool:
+        """Report what has changed since `settle`. False if nothing has, and it's known what is expected."""
+        if self._expected is None:
+            return True
+        found = self._expected.differing()
+        if found:
             self._report(found)
+        return bool(found)
 
 
 class _Expected:

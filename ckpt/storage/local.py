@@ -76,6 +76,14 @@ class LocalStorage:
     def probe(self) -> bool:
         return True
 
+    def above(self) -> Iterator[tuple[LocalStorage, str]]:
+        """Each folder that the root lies in, the nearest first, and the root's place there."""
+        path = os.path.realpath(self._root)
+        folder, name = os.path.split(path)
+        while name:
+            yield LocalStorage(folder), os.path.relpath(path, folder)
+            folder, name = os.path.split(folder)
+
     def put(self, key: str, data: Buffer) -> ObjectInfo:
         return self._replace(key, data, None)
 

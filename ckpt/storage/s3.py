@@ -74,6 +74,13 @@ class S3Storage:
         found = self._client.run(self._probe.ask())
         return found.create and found.replace
 
+    def above(self) -> Iterator[tuple[S3Storage, str]]:
+        """Each prefix that the root lies in, the nearest first, and the root's place there."""
+        parts = self._prefix.removesuffix("/").split("/")
+        for n in range(len(parts) - 1, -1, -1):
+            if parts[n]:
+                yield S3Storage(self._client, "/".join(parts[:n])), "/".join(parts[n:])
+
     def check_exists(self) -> None:
         """Raise NotFoundError if there is no bucket, or nothing at all under the prefix."""
         page = self._client.run(

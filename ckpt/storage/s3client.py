@@ -20,7 +20,8 @@ from botocore.exceptions import ClientError
 from fsspec.asyn import get_loop
 
 from ckpt.config import MIB, S3Settings
-from ckpt.errors import BadInputError, SidestageError
+from ckpt.errors import BadInputError, DeadlineError, SidestageError
+from ckpt.storage.limits import left_s, tell_retried
 from ckpt.storage.s3connection import Connection, Here, Patience
 from ckpt.storage.s3errors import FAILURES, Kind, code_of, explain, kind_of, status_of
 
@@ -100,7 +101,31 @@ class S3Client:
         expect: tuple[int, ...] = (),
         patience: Patience | None = None,
     ) -> T:
-        """What `take` makes of the response of a call; it's repeated, too, if `take` fails."""
+        """What `take` makes of the response of a call; it's repeated, too, if `take` fails.
+
+        The caller's limits (ckpt.storage.limits) end it, except where `patience` is given.
+        """
+        failed: list[SidestageError] = []
+        try:
+            async with asyncio.timeout(left_s() if patience is None else None) as limit:
+                return await self._repeated(op, params, take, expect, patience, failed)
+        except TimeoutError as e:
+            if not limit.expired():
+                raise
+            where = self._where_of(params)
+            why = failed[-1] if failed else f"{where}: no answer"
+            raise DeadlineError(f"{why}; the time that its caller gave it is over") from e
+
+    async def _repeated(  # noqa: PLR0913, PLR0917 - those of its one caller
+        self,
+        op: str,
+        params: Params,
+        take: Callable[[Response], Awaitable[T]],
+        expect: tuple[int, ...],
+        patience: Patience | None,
+        failed: list[SidestageError],
+    ) -> T:
+        """See `receive`. What each attempt failed with is added to `failed`."""
         here, tries = self._here, _Tries(patience or self.patience)
         while True:
             connection = await here.connection()
@@ -120,13 +145,19 @@ class S3Client:
                     headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})
                     raise RefusedError(status_of(error), headers) from None
             kind = kind_of(error)
+            if kind == "denied":
+                kind = "credentials" if await here.renew_if_replaced(connection) else "fatal"
             pause_s = tries.pause_s(kind, answered=here.answered)
+            failed.append(explain(error, op, self._where_of(params), connection.endpoint))
             if pause_s is None:
-                where = self.where(params.get("Key", params.get("Prefix", "").rstrip("/")))
-                raise explain(error, op, where, connection.endpoint) from error
+                raise failed[-1] from error
             if kind == "credentials":
                 here.renew(connection)
+            tell_retried(self._where_of(params), kind, str(failed[-1]), pause_s)
             await asyncio.sleep(pause_s)
+
+    def _where_of(self, params: Params) -> str:
+        return self.where(params.get("Key", params.get("Prefix", "").rstrip("/")))
 
     async def _attempt(
         self,

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import s3fs
+from aiobotocore.session import AioSession, get_session
+from botocore.exceptions import BotoCoreError, ClientError
 from fsspec.asyn import get_loop, sync_teardown
 
 from ckpt.config import S3Settings
 
 _MOST_SOCKETS = 256  # opened as needed; who waits for one loses time to answer in
 _CLOSE_S = 1.0
+_ASK_AGAIN_S = 5.0  # of what isn't allowed there may be many, and a role's credentials cost a call
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Here:
         self._settings = settings
         self._patience = patience
         self._current: Connection | None = None
+        self._asking = asyncio.Lock()
+        self._asked_s = -math.inf
 
     async def connection(self) -> Connection:
         if self._current is None:
@@ -62,6 +69,22 @@ class Here:
         """Let the next call ask the credentials chain again, unless another call did already."""
         if self._current is stale:
             self._current = None
+
+    async def renew_if_replaced(self, stale: Connection) -> bool:
+        """Like `renew`, if the credentials chain has others by now; False if it hasn't.
+
+        For refusals that may have another reason. It's asked every few seconds at most.
+        """
+        async with self._asking:
+            now_s = asyncio.get_running_loop().time()
+            if self._current is stale:
+                if now_s < self._asked_s + _ASK_AGAIN_S:
+                    return False
+                self._asked_s = now_s
+                if not await stale.is_replaced():
+                    return False
+            self.renew(stale)
+            return True
 
 
 class Connection:
@@ -93,6 +116,23 @@ class Connection:
             self._clients.append(client)
             self.endpoint = client.meta.endpoint_url
         return client
+
+    async def is_replaced(self) -> bool:
+        """Does the credentials chain, asked anew, give others than those of this connection?"""
+        try:
+            ours, now = [await _frozen(s) for s in (self._fs.session, get_session())]
+        except (BotoCoreError, ClientError, aiohttp.ClientError, OSError):
+            return False  # the refusal says more than what is wrong with the chain
+        return now is not None and now != ours
+
+
+async def _frozen(session: AioSession) -> tuple[str, str, str | None] | None:
+    """The credentials of a session as they are now."""
+    found = await session.get_credentials()
+    if found is None:
+        return None
+    frozen = await found.get_frozen_credentials()
+    return frozen.access_key, frozen.secret_key, frozen.token
 
 
 def _close(fs: object, clients: list[Any], loop: asyncio.AbstractEventLoop, pid: int) -> None:

@@ -39,7 +39,8 @@ from ckpt.errors import (
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, aiohttp.ClientError, OSError)
 """What a call may raise. A TimeoutError is an OSError."""
 
-Kind = Literal["fatal", "credentials", "throttled", "outage"]
+Kind = Literal["fatal", "credentials", "denied", "throttled", "outage"]
+"""`credentials`: others may do. `denied`: others may do, where these have been replaced meanwhile."""
 
 _UNREACHED = (
     HTTPClientError,
@@ -58,8 +59,21 @@ _NO_CREDENTIALS = (
     TokenRetrievalError,
     SSOError,
 )
-_EXPIRED = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"))
-_REJECTED = frozenset(("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"))
+# Each store has words of its own. Where it has none (Ceph tells an expired token as AccessDenied, a
+# HEAD only its status), 401 and 403 are `denied`.
+_EXPIRED = frozenset(
+    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired")
+)
+_UNKNOWN = frozenset(
+    (
+        *("InvalidAccessKeyId", "InvalidToken", "InvalidClientTokenId", "InvalidSecurity"),  # AWS
+        "InvalidTokenId",  # MinIO, of a session token
+        *("AuthenticationRequired", "InvalidAuthentication"),  # Google's interface for S3 clients
+        *("Unauthorized", "UnauthorizedAccess"),  # Cloudflare, Backblaze
+        *("InvalidSecurityToken", "UnrecognizedClientException"),  # Alibaba, gateways of AWS
+    )
+)
+_CLOCK = frozenset(("RequestTimeTooSkewed", "RequestExpired"))
 _THROTTLED = frozenset(
     ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests")
 )
@@ -94,12 +108,14 @@ def kind_of(e: BaseException) -> Kind:
         return "credentials"
     if isinstance(e, ClientError):
         code, status = code_of(e), status_of(e)
-        if code in _EXPIRED or code in _REJECTED:
+        if code in _EXPIRED or code in _UNKNOWN or code == "SignatureDoesNotMatch":
             return "credentials"
         if code in _THROTTLED or status == 429 or code in _RACES:
             return "throttled"
-        if code in _FULL or status in (501, 505, 507):
+        if code in _FULL or code in _CLOCK or status in (501, 505, 507):
             return "fatal"
+        if status in (401, 403):
+            return "denied"
         return "outage" if status >= 500 or code in _TRANSIENT else "fatal"
     if isinstance(e, SSLError | ProxyConnectionError):
         return "fatal"
@@ -160,7 +176,7 @@ def _refused(e: ClientError, can_not: str, action: str, endpoint: str) -> Sidest
             f"{can_not}: the session token has expired ({code}), and the credentials chain, asked "
             f"again, gave no newer one; renew the credentials, then try again"
         )
-    if code in ("InvalidAccessKeyId", "InvalidToken"):
+    if code in _UNKNOWN:
         return StorageError(
             f"{can_not}: {endpoint} doesn't know these credentials ({code}); check "
             f"AWS_ACCESS_KEY_ID, AWS_SESSION_TOKEN or the profile, and that they are this store's"
@@ -170,14 +186,14 @@ def _refused(e: ClientError, can_not: str, action: str, endpoint: str) -> Sidest
             f"{can_not}: {endpoint} refuses the signature ({code}); check AWS_SECRET_ACCESS_KEY, "
             f"and that no proxy changes requests"
         )
-    if code in ("RequestTimeTooSkewed", "RequestExpired"):
+    if code in _CLOCK:
         return StorageError(f"{can_not}: {said}; set this machine's clock")
     if code in _FULL or status == 507:
         return StorageError(f"{can_not}: no room ({said}); make room or raise the quota")
     if code in ("AccessDenied", "AllAccessDisabled", "AccountProblem") or status in (401, 403):
         return StorageError(
             f"{can_not}: access denied ({said or status}); allow {action} there, see "
-            f"docs/storage.md, or correct the bucket"
+            f"docs/storage.md, correct the bucket, or renew credentials that worked before"
         )
     if code in (
         *(

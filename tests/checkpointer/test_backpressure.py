@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from ckpt import CheckpointConfig, Checkpointer
 from ckpt.catalog import Catalog
-from ckpt.errors import SaveSkippedError, StorageError
-from ckpt.events import ListSink
+from ckpt.errors import BadInputError, SaveSkippedError, StorageError
+from ckpt.events import ListSink, chain
+from ckpt.metrics import PrometheusSink
 from ckpt.restore import CheckpointReader
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.protocol import ObjectWriter
 from ckpt.types import Buffer, ObjectInfo
+from tests.checkpointer.ranks import on_ranks, values
 from tests.faults import FaultyStorage
 
 POLICIES = [("block", 1), ("block", 3), ("skip", 1), ("skip", 2), ("coalesce", 2)]
@@ -207,3 +210,143 @@ def test_failures_of_the_outage_are_reported_once_by_policy() -> None:
         clock.now_s = 1061.0
         assert c.save(6, state(6)).committed.result(60).step == 6
     assert check_commits(storage) == [1, 6]
+
+
+def test_case_e43_a_skipped_save_is_told_as_one_that_took_no_snapshot() -> None:
+    faulty, sink, registry = FaultyStorage(MemoryStorage()), ListSink(), CollectorRegistry()
+    gate = faulty.on("writer", "*000001/r00000.bin").block()
+    config = CheckpointConfig(when_busy="skip")
+    with Checkpointer(faulty, config, sink=chain(sink, PrometheusSink(registry))) as c:
+        c.save(1, state(1))
+        gate.wait_reached()
+        skipped = c.save(2, state(2))
+        assert skipped.staged.done()
+        gate.open()
+        c.wait()
+        # Another rank, or `coalesce`, gives up a save that was staged here: its event has no blocked_s.
+        faulty.on("writer", "*000003/*").fail(StorageError("no room"))
+        c.save(3, state(3))
+        c.wait()
+    assert [e["step"] for e in sink.named("save_staged")] == [1, 3]
+    (told,) = sink.named("save_skipped")
+    assert told == {
+        "step": 2,
+        "error": "step 2: skipped, 1 earlier saves are pending",
+        "blocked_s": skipped.blocked_s,
+    }
+    found = {
+        name: registry.get_sample_value(f"sidestage_{name}")
+        for name in ("save_blocked_seconds_count", "saves_skipped_total", "pending_saves")
+    }
+    assert found == {
+        "save_blocked_seconds_count": 3,
+        "saves_skipped_total": 1,
+        "pending_saves": 0,
+    }
+
+
+def test_a_skipped_step_can_be_saved_again_and_a_saved_one_can_not() -> None:
+    faulty, registry = FaultyStorage(MemoryStorage()), CollectorRegistry()
+    gate = faulty.on("writer", "*000001/r00000.bin").block()
+    sink = PrometheusSink(registry)
+    with Checkpointer(faulty, CheckpointConfig(when_busy="skip"), sink=sink) as c:
+        c.save(1, state(1))
+        gate.wait_reached()
+        for _ in range(2):
+            assert isinstance(c.save(2, state(2)).committed.exception(), SaveSkippedError)
+        gate.open()
+        c.wait()
+        assert registry.get_sample_value("sidestage_pending_saves") == 0
+        handle = c.save(2, state(2))
+        with pytest.raises(BadInputError, match="the last one was step 2; steps must rise"):
+            c.save(2, state(2))
+        assert handle.committed.result(60).step == 2
+        for step in (1, 2):
+            with pytest.raises(BadInputError, match="the last one was step 2; steps must rise"):
+                c.save(step, state(step))
+        check_counts(c, 4)
+    assert check_commits(faulty) == [1, 2]
+
+
+@pytest.mark.parametrize("policy", ["skip", "coalesce"])
+def test_a_step_that_one_rank_skipped_is_saved_again_by_all(policy: Any) -> None:
+    """Rank 0 has written its part by then, under another name."""
+    faulty = FaultyStorage(MemoryStorage())
+    gate = faulty.on("writer", "*000001/r00001.bin").block()
+
+    def body(rank: int, place: dict[str, Any]) -> list[int]:
+        pending = 2 if policy == "coalesce" else 1
+        config = CheckpointConfig(when_busy=policy, max_pending=pending if rank else 4)
+        with Checkpointer(faulty, config, **place) as c:
+            for step in (1, 2, 3):
+                c.save(step, state(step))
+                if rank and step == 1:
+                    gate.wait_reached()
+            if rank:
+                gate.open()
+            c.wait()
+            if policy == "skip":  # coalescing gave step 2 up, and kept the newest
+                assert c.stats.skipped == 2
+                c.save(3, state(3))
+                c.wait()
+            assert c.stats.last_commit is not None
+            assert c.stats.last_commit.step == 3
+            return [c.stats.commits, c.stats.skipped, c.stats.failed]
+
+    expected = [2, 2, 0] if policy == "skip" else [2, 1, 0]
+    assert values(on_ranks(2, body)) == [expected] * 2
+    assert check_commits(faulty) == [1, 3]
+
+
+@pytest.mark.parametrize("policy", ["block", "coalesce"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_case_e39_one_ranks_slow_store_holds_training_up_once_and_all_skip_alike(
+    policy: Any, slow: int
+) -> None:
+    faulty, sinks = FaultyStorage(MemoryStorage()), [ListSink(), ListSink()]
+    gate = faulty.on("writer", f"*000001/r0000{slow}.bin").block()
+    passed = threading.Barrier(2)
+
+    def body(rank: int, place: dict[str, Any]) -> list[int]:
+        pending = 2 if policy == "coalesce" else 1
+        config = CheckpointConfig(when_busy=policy, max_pending=pending, stall_limit_s=0.1)
+        with Checkpointer(faulty, config, sink=sinks[rank], **place) as c:
+            handles = [c.save(1, state(1))]
+            gate.wait_reached()
+            handles += [c.save(step, state(step)) for step in (2, 3, 4)]
+            passed.wait(60)
+            gate.open()
+            c.wait()
+            handles.append(c.save(5, state(5)))
+            c.wait()
+            check_counts(c, 5)
+            return [h.step for h in handles if h.committed.exception() is None]
+
+    expected = [1, 5] if policy == "block" else [1, 4, 5]
+    assert values(on_ranks(2, body)) == [expected] * 2
+    assert check_commits(faulty) == expected
+    for sink in sinks:
+        waited = [e["wait_s"] for e in sink.named("trainer_waited") if e["why"] == "slot"]
+        assert sum(waited) < 20
+        assert policy == "coalesce" or len(waited) == 1, "once, not for each of them"
+
+
+def test_training_waits_anew_for_each_save_that_commits() -> None:
+    """A slow store that works: the limit is on what training waits for one commit, not on a run."""
+    clock, sink = FakeClock(), ListSink()
+    faulty = FaultyStorage(MemoryStorage())
+    gates = [faulty.on("writer", f"*{n:06d}/r00000.bin").block() for n in range(1, 4)]
+    config = CheckpointConfig(stall_limit_s=60.0)
+    with Checkpointer(faulty, config, clock=clock, sink=sink) as c:
+        for n, gate in enumerate(gates, 1):
+            c.save(n, state(n))
+            gate.wait_reached()
+
+            def later(gate: Any = gate) -> None:
+                clock.now_s += 50.0
+                gate.open()
+
+            threading.Timer(0.05, later).start()
+        c.wait()
+        assert (c.stats.commits, c.stats.skipped) == (3, 0)
+    assert [e["wait_s"] for e in sink.named("trainer_waited")] == [50.0, 50.0]

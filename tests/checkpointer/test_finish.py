@@ -164,7 +164,7 @@ def test_what_rank_0_refused_for_its_values_is_refused_again() -> None:
     assert finish_newest(storage, SystemClock(), sink) is None
     (told,) = sink.named("save_not_finished")
     assert told["step"] == 2
-    assert "lr: ranks hold different values" in told["error"]
+    assert "lr: ranks 0 and 1 hold different values (0 and 1)" in told["error"]
     assert [i.ref.step for i in Catalog(storage).lineage()] == [1]
 
 

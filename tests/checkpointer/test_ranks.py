@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.catalog import Catalog
@@ -16,14 +17,17 @@ from ckpt.errors import (
     CorruptError,
     DeadlineError,
     SaveError,
+    SaveSkippedError,
     SidestageError,
     StorageError,
 )
 from ckpt.layout import DATA
+from ckpt.replicas import ReplicaCheck, differing
 from ckpt.restore import CheckpointReader
 from ckpt.storage.memory import MemoryStorage
+from ckpt.types import CommitRef
 from tests.checkpointer.ranks import on_ranks, values
-from tests.faults import FaultyStorage
+from tests.faults import DEADLINE_S, FaultyStorage
 
 
 def save_one(storage: Any, state_of: Any, world: int = 2, **config: Any) -> list[Any]:
@@ -67,10 +71,56 @@ def test_d16_replicas_that_differ_are_found_and_named() -> None:
         assert "PerRank" in str(r)
 
 
+def test_replicas_that_drift_apart_are_found_in_a_later_save() -> None:
+    """Of the second save: nothing was wrong with the first."""
+    storage = MemoryStorage()
+
+    def body(rank: int, place: dict[str, Any]) -> list[Any]:
+        tensors = {f"t{n}": torch.zeros(3, 4).t() for n in range(20)}
+        ends: list[Any] = []
+        with Checkpointer(storage, **place) as c:
+            for step in (1, 2, 3):
+                if step > 1:
+                    tensors["t7"] += rank
+                try:
+                    ends.append(c.save(step, {"model": tensors}).committed.result(DEADLINE_S))
+                except SidestageError as e:
+                    ends.append(e)
+        return ends
+
+    for first, *later in values(on_ranks(2, body)):
+        assert isinstance(first, CommitRef)
+        for end in later:
+            assert isinstance(end, BadInputError)
+            assert "model.t7: ranks 0 and 1 hold different values" in str(end)
+            assert "PerRank" in str(end)
+    assert [c.ref.step for c in Catalog(storage).lineage()] == [1]
+
+
+def test_all_of_large_replicas_has_its_turn() -> None:
+    check = ReplicaCheck({"a": 5 << 20, "b": 100, "c": (3 << 20) + 1})
+    tensors = {n: torch.zeros(s, dtype=torch.uint8) for n, s in (("a", 5 << 20), ("b", 100))}
+    tensors["c"] = torch.zeros((3 << 20) + 1, dtype=torch.uint8)
+    seen: set[str] = set()
+    for number in range(9):
+        digests = check.look(tensors.__getitem__, number).digests()
+        assert len(digests) == 64
+        assert differing([digests, dict(digests)]) is None
+        seen |= set(digests)
+    assert len(seen) == 320 + 1 + 193
+    other = {n: t.clone() for n, t in tensors.items()}
+    other["c"][-1] = 1
+    found = [
+        differing([check.look(x.__getitem__, n).digests() for x in (tensors, other)])
+        for n in range(9)
+    ]
+    assert set(found) == {None, ("c", 1)}
+
+
 def test_values_that_differ_between_ranks_are_found_and_named() -> None:
     for r in save_one(MemoryStorage(), lambda r: {"progress": {"step": r}}):
         assert isinstance(r, BadInputError)
-        assert "progress.step: ranks hold different values (0 and 1)" in str(r)
+        assert "progress.step: ranks 0 and 1 hold different values (0 and 1); wrap it in" in str(r)
 
 
 def test_shapes_that_differ_between_ranks_are_found_and_named() -> None:
@@ -414,28 +464,35 @@ def test_a_first_save_can_be_tried_again_after_the_store_failed(op: tuple[str, s
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("when", [1, 2])
-def test_state_that_only_one_rank_cannot_store_fails_that_save_on_all_and_the_next_works(
+def test_state_that_only_one_rank_cannot_store_raises_on_all_and_later_saves_work(
     bad: int, when: int
 ) -> None:
+    """At the first save at once; at a later one the other rank learns of it, and raises in its next."""
     storage = MemoryStorage()
 
     def body(rank: int, place: dict[str, Any]) -> Any:
-        errors: list[Any] = []
+        raised, failed = [], []
         with Checkpointer(storage, CheckpointConfig(commit_timeout_s=10.0), **place) as c:
-            for step in (1, 2, 3):
+            for step in (1, 2, 3, 4):
                 extra = PerRank(object() if (rank, step) == (bad, when) else None)
                 try:
                     handle = c.save(step, {"a": torch.ones(2), "x": extra})
-                    errors.append(handle.committed.exception())
                 except BadInputError as e:
-                    errors.append(e)
-        return errors
+                    assert "x: a builtins.object can't be stored" in str(e)
+                    raised.append(step)
+                else:
+                    if handle.committed.exception() is not None:
+                        failed.append((step, type(handle.committed.exception())))
+        return raised, failed
 
-    for errors in values(on_ranks(2, body)):
-        for step, error in enumerate(errors, 1):
-            assert (error is None) == (step != when), error
-            assert error is None or "x: a builtins.object can't be stored" in str(error)
-    assert {i.ref.step for i in Catalog(storage).lineage()} == {1, 2, 3} - {when}
+    told = values(on_ranks(2, body))
+    if when == 1:
+        assert told == [([1], [])] * 2
+    else:
+        assert told[bad] == ([2], [(3, SaveSkippedError)])
+        assert told[1 - bad] == ([3], [(2, BadInputError)])
+    expected = [4, 3, 2] if when == 1 else [4, 1]
+    assert [i.ref.step for i in Catalog(storage).lineage()] == expected
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -461,3 +518,31 @@ def test_parts_that_only_some_rank_has_for_itself_need_elastic_too() -> None:
     values(save_one(storage, lambda r: {"a": 1, **({"mine": PerRank(7)} if r else {})}))
     with Checkpointer(storage) as c, pytest.raises(BadInputError, match="mine belong"):
         c.restore({"a": 0})
+
+
+def test_case_e42_a_launched_rank_that_has_joined_nobody_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two such ranks would take turns in superseding each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInputError) as e:
+        Checkpointer(MemoryStorage())
+    assert "WORLD_SIZE is 2 and this process is in no process group: call torch.dist" in str(
+        e.value
+    )
+    assert "\n" not in str(e.value)
+    with Checkpointer(MemoryStorage(), rank=0, world_size=1) as alone:
+        assert alone.save(1, {"a": 1}).committed.result().step == 1
+
+
+def test_case_e42_a_checkpointer_that_was_made_before_joining_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = MemoryStorage()
+    with Checkpointer(storage) as early:
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        for act in (lambda: early.restore({"a": 1}), lambda: early.save(1, {"a": 1})):
+            with pytest.raises(BadInputError, match="made before the process group of 2 ranks"):
+                act()
+    assert list(storage.list()) == []

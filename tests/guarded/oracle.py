@@ -35,6 +35,8 @@ class Oracle:
             for offsets, want in boxes:
                 got = torch.empty_like(want)
                 stored.read_into(fqn, got, offsets)
+                if torch.equal(bits(got), bits(want)):
+                    continue
                 differ = bits(got) != bits(want)
                 rows = differ.reshape(want.shape[0] if want.dim() and want.numel() else 1, -1).any(
                     1
@@ -46,7 +48,7 @@ class Oracle:
 def reader(storage: Storage, step: int) -> CheckpointReader:
     record = Catalog(storage).find(step).record
     assert record is not None
-    return CheckpointReader(storage, record)
+    return CheckpointReader(storage, record, workers=1)  # on this thread
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ckpt import CheckpointConfig
+from ckpt.errors import UntrackedWriteError
 from ckpt.events import ListSink
+from ckpt.fence import Copy, DenseCopy, StepFence
 from ckpt.storage.memory import MemoryStorage
+from ckpt.types import SystemClock
 from tests.faults import DEADLINE_S, FaultyStorage
 from tests.guarded.oracle import Oracle
 from tests.guarded.turnstile import SteppedCheckpointer
@@ -331,3 +334,37 @@ def test_a_closed_checkpointer_leaves_no_hook() -> None:
     run.finish()
     run.checkpointer.close()
     assert len(hooks) == before
+
+
+def fence_of(live: Tensor) -> tuple[StepFence, DenseCopy]:
+    fence = StepFence(SystemClock(), lambda _: None, lambda: None)
+    return fence, fence.open([Copy("w", live, torch.empty_like(live))])
+
+
+def test_an_operation_that_is_under_way_at_the_last_look_is_seen_by_what_it_has_changed() -> None:
+    """In-place operations count when they end. What isn't counted is for the look what isn't yet."""
+    live = torch.zeros(1 << 21)  # 8 MiB: 16 places
+    fence, copy = fence_of(live)
+    copy.help()
+    live.data[: len(live) // 2] += 1
+    with pytest.raises(UntrackedWriteError, match="w: changed outside of an optimizer's step"):
+        copy.settle()
+    assert fence.unsteady == {"w"}
+    fence.close()
+
+
+@pytest.mark.parametrize("announced", ["by a step", "by hand"])
+def test_what_training_changes_after_the_copy_is_no_concern_of_the_look(announced: str) -> None:
+    live = torch.zeros(1 << 21, requires_grad=True)
+    optimizer = torch.optim.SGD([live], lr=0.1)
+    fence, copy = fence_of(live.detach())
+    copy.help()
+    if announced == "by a step":
+        live.grad = torch.ones_like(live)
+        optimizer.step()
+    else:
+        fence.finish()
+        live.data += 1
+    copy.settle()
+    assert live.all()
+    fence.close()

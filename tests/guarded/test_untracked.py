@@ -83,7 +83,7 @@ def test_full_proof_finds_one_row_and_names_it(table: int) -> None:
     assert isinstance(error, UntrackedWriteError)
     [event] = [e for name, e in run.sink.events if name == "untracked_write"]
     assert event == {"step": 2, "table": event["table"], "rows": [7]}
-    assert f"{event['table']}: rows [7] were changed" in str(error)
+    assert f"{event['table']}: weight: rows [7] were changed in place" in str(error)
     assert run.checkpointer.stats.untracked_writes == 1
     assert run.steps() == [1]
     assert run.save() is run.handle
@@ -147,18 +147,6 @@ def test_a_dense_parameter_rewritten_through_data_is_found_by_sample() -> None:
     error = run.finish()
     assert isinstance(error, UntrackedWriteError)
     assert "model.top.2.weight" in str(error)
-
-
-def test_single_values_through_data_may_go_unseen_on_dense_parameters() -> None:
-    """A limit, stated in docs/training.md: samples are 64 values of each tensor."""
-    run = Run()
-    weight = run.job.model.top[2].weight
-    run.save()
-    weight.data.view(-1)[1] += 1  # samples begin at 0 and are further apart than that
-    run.checkpointer.turnstile.open()
-    run.handle.committed.result(DEADLINE_S)
-    with pytest.raises(AssertionError, match="model.top.2.weight"):
-        run.oracle.check(run.storage, run.step)
 
 
 @pytest.mark.parametrize("what", ["table", "dense", "data", "buffer", "state"])

@@ -109,6 +109,21 @@ def test_once(local: Bench, run: Run) -> None:
     )
 
 
+def test_once_for_a_user_without_a_home(
+    local: Bench, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E64: nothing is trusted then, which is said; what needs no code works."""
+    local.run.commit(2, stamped_tensors(2))
+    for name in ("HOME", "XDG_CONFIG_HOME", "SIDESTAGE_TRUST_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1000660000)
+    refused = run("once", local.run.root.url)
+    failed(refused, 2, "not trusted on this host")
+    assert "to a file that SIDESTAGE_TRUST_FILE names" in refused[2]
+    assert run("history", local.run.root.url)[0] == 0
+    assert run("pin", local.run.root.url, "1")[0] == 0
+
+
 def test_once_into_another_registry(local: Bench, run: Run, tmp_path: Path) -> None:
     target = tmp_path / "registry"
     assert run("once", local.run.root.url, "--registry", str(target))[0] == 0

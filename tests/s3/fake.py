@@ -93,6 +93,8 @@ class FakeS3:
     conditions: Conditions = "honour"
     tokens: set[str] | None = None
     """Session tokens that are accepted; None: all requests are."""
+    other_token: tuple[int, str] = (400, "ExpiredToken")
+    """The answer to any other."""
     page: int = 1000
     objects: dict[str, Stored] = field(default_factory=dict)
     uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.fake
         token = request.headers.get("X-Amz-Security-Token", "")
         if fake.tokens is not None and token not in fake.tokens:
-            raise _RefusedError(400, "ExpiredToken")
+            raise _RefusedError(*fake.other_token)
         path, _, query_text = request.target.partition("?")
         query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
         bucket, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")

@@ -50,6 +50,57 @@ def test_d41_a_save_takes_up_new_credentials(file: CredentialsFile) -> None:
         assert latest.ref.step == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "InvalidTokenId"),  # MinIO
+        (403, "AccessDenied"),  # Ceph
+        (403, "InvalidSecurity"),  # Google's interface for S3 clients
+        (401, "Unauthorized"),  # Cloudflare R2
+        (403, "SecurityTokenExpired"),  # Alibaba
+        (400, "TokenRefreshRequired"),
+        (403, "WordOfNoStoreWeKnow"),
+    ],
+)
+def test_d41_whatever_the_store_calls_it_new_credentials_are_taken_up(
+    file: CredentialsFile, status: int, code: str
+) -> None:
+    """E63: MinIO's word for a session token that it doesn't take is InvalidTokenId."""
+    file.write("A")
+    with FakeS3(tokens={"A"}, other_token=(status, code)) as server:
+        storage = server.storage()
+        storage.put("k", b"x")
+        server.tokens = {"B"}
+        file.write("B")
+        with ThreadPoolExecutor(4) as pool:  # all are refused, and share one renewal
+            assert list(pool.map(storage.read, ["k"] * 4)) == [b"x"] * 4
+        assert storage.stat("k").size_bytes == 1
+        storage.put("k", b"xx")
+        assert [info.size_bytes for info in storage.list()] == [2]
+
+
+def test_d41_a_token_that_the_store_does_not_take_is_told_as_one(file: CredentialsFile) -> None:
+    file.write("A")
+    with FakeS3(tokens={"B"}, other_token=(403, "InvalidTokenId")) as server:
+        with pytest.raises(StorageError, match=r"know these credentials \(InvalidTokenId\); check"):
+            server.storage().put("k", b"x")
+        assert len(server.requests) == 2
+
+
+def test_d41_what_is_denied_is_sent_again_only_with_other_credentials(
+    file: CredentialsFile,
+) -> None:
+    """Who may not delete is told so at once, and the chain isn't asked for each object."""
+    file.write("A")
+    with FakeS3() as server:
+        server.on("DELETE").always().answer(403, "AccessDenied")
+        storage = server.storage()
+        for key in ("a", "b"):
+            with pytest.raises(StorageError, match="AccessDenied.*allow s3:DeleteObject there"):
+                storage.delete(key)
+        assert len(server.requests) == 2
+
+
 def test_d41_without_new_credentials_a_save_fails_and_training_goes_on(
     file: CredentialsFile,
 ) -> None:

@@ -22,10 +22,14 @@ class RecordedGroup:
     touches: list[tuple[int, Tensor, tuple[Tensor, ...]]] = field(default_factory=list)
     calls: int = 0
     edited: list[Component] = field(default_factory=list)
+    barred: str | None = None
     versions: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         self.versions = Versions(self.tables, self.edited.extend)
+
+    def bar(self, why: str) -> None:
+        self.barred = why
 
     def edits(self) -> set[tuple[str, int]]:
         """Components that were written to in place, neither by a step nor announced, since settled."""

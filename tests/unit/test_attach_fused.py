@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
-import pickle
+import threading
 import weakref
 from typing import Any
 
@@ -122,6 +123,26 @@ def test_ids_out_of_range_train_row_zero(optimizer: Any, mode: str, dtype: torch
     with recorder.watch() as changed:
         train(module, indices, offsets)
     assert all(0 in rows for rows in changed.values())
+    assert recorder.touched() == changed
+
+
+def test_a_lookup_that_raises_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fbgemm has counted it by then: out of memory, say, after which trainers try a smaller batch."""
+    module = lookup()
+    attachment, recorder = guarded(module)
+
+    def full(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise MemoryError
+
+    lookups = "fbgemm_gpu.split_embedding_codegen_lookup_invokers"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{lookups}.lookup_rowwise_adagrad.invoke", full)
+        with pytest.raises(MemoryError):
+            module(*batch())
+    with recorder.watch() as changed:
+        train(module, *batch(seed=1))
+    attachment.refresh()
+    assert not attachment.refused
     assert recorder.touched() == changed
 
 
@@ -342,26 +363,152 @@ def test_adding_again_and_detaching() -> None:
     out = module(*batch())
     attachment.detach()
     assert not recorder.groups
-    assert not module._forward_hooks
+    assert "forward" not in vars(module)
+    assert not module.placeholder_autograd_tensor._backward_hooks
     out.sum().backward()
     train(module, *batch())
 
 
-def test_copies_of_a_module_go_without_the_hook() -> None:
-    class Wrap(nn.Module):  # fbgemm's module itself can't be pickled
-        def __init__(self, hooks: Any) -> None:
-            super().__init__()
-            self._forward_hooks.update(hooks)
-
+def test_a_copy_of_a_module_is_nobodys_business() -> None:
     module = lookup()
     _, recorder = guarded(module)
-    copied = copy.deepcopy(Wrap(module._forward_hooks))
-    pickled = pickle.loads(pickle.dumps(list(module._forward_hooks.values())))
-    hooks = [*copied._forward_hooks.values(), *pickled]
-    assert len(hooks) == 2
-    for hook in hooks:
-        assert hook(module, (), torch.ones(1, requires_grad=True)) is None
+    copied = copy.deepcopy(module)
+    before = module.weights_host.clone()
+    train(copied, *batch())
     assert recorder.groups[0].calls == 0
+    assert torch.equal(module.weights_host, before)
+    assert not torch.equal(copied.weights_host, before)
+
+
+@pytest.mark.filterwarnings("ignore")  # what TorchScript and fbgemm say of each other
+def test_a_guarded_module_and_its_copy_can_be_scripted() -> None:
+    module = lookup()
+    guarded(module)
+    for one in (module, copy.deepcopy(module)):
+        scripted = torch.jit.script(one)
+        assert torch.equal(scripted(*batch()), one(*batch()))
+
+
+@pytest.mark.filterwarnings("ignore")  # what compilers and fbgemm say of each other
+@pytest.mark.parametrize("way", ["class", "scripted", "compiled"])
+def test_an_update_that_nobody_heard_of_ends_the_guard(way: str) -> None:
+    module = lookup()
+    attachment, recorder = guarded(module)
+    call = {
+        "class": lambda: functools.partial(type(module).forward, module),
+        "scripted": lambda: torch.jit.script(module),
+        "compiled": lambda: torch.compile(module, backend="eager"),
+    }[way]()
+    train(module, *batch())
+    attachment.refresh()
+    assert not attachment.refused
+    [group] = recorder.groups
+    call(*batch()).sum().backward()
+    assert group.barred
+    attachment.refresh()
+    assert not recorder.groups
+    assert set(attachment.refused.values()) == {group.barred}
+    assert "lookup" in group.barred or "looked up" in group.barred
+
+
+def test_forward_may_be_called_directly() -> None:
+    module = lookup()
+    attachment, recorder = guarded(module)
+    with recorder.watch() as changed:
+        module.forward(*batch()).sum().backward()
+    assert changed == recorder.touched()
+    attachment.refresh()
+    assert not attachment.refused
+
+
+def test_what_other_hooks_make_of_the_output_doesnt_matter() -> None:
+    module = lookup()
+    module.register_forward_hook(lambda _m, _a, out: out * 2)
+    attachment, recorder = guarded(module)
+    module.register_forward_hook(lambda _m, _a, out: out.clone())
+    with recorder.watch() as changed:
+        train(module, *batch())
+    assert changed == recorder.touched()
+    attachment.refresh()
+    assert not attachment.refused
+
+
+def test_lookups_of_several_threads_are_told_apart() -> None:
+    """One looks up without an update, over and over; what fbgemm keeps of a lookup is its last."""
+    module = lookup()
+    attachment, recorder = guarded(module)
+    ended = threading.Event()
+
+    def evaluate() -> None:
+        other = batch(seed=9)
+        while not ended.is_set():
+            with torch.no_grad():
+                module(*other)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for seed in range(20):
+            with recorder.watch() as changed:
+                train(module, *batch(seed=seed))
+            assert all(changed[t] <= recorder.touched()[t] for t in changed)
+    finally:
+        ended.set()
+        thread.join()
+    attachment.refresh()
+    assert not attachment.refused
+
+
+def test_a_lookup_from_before_waits_unheard_of() -> None:
+    module = lookup()
+    waiting = module(*batch()).sum()
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    attachment.add(module)
+    assert not recorder.groups
+    assert "before" in next(iter(attachment.refused.values()))
+    train(module, *batch())
+    attachment.refresh()
+    assert not recorder.groups
+    waiting.backward()
+    del waiting
+    attachment.refresh()
+    assert recorder.groups
+    assert not attachment.refused
+
+
+def test_what_is_seen_late_is_guarded_once_it_was_announced() -> None:
+    module = lookup()
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    attachment.add(module, early=True)
+    assert not recorder.groups
+    assert "restore()" in next(iter(attachment.refused.values()))
+    with torch.no_grad():
+        module(*batch())
+    attachment.refresh()
+    assert not recorder.groups
+    train(module, *batch())
+    attachment.refresh()
+    assert recorder.groups
+
+
+def test_a_module_that_no_object_shows_is_found_by_its_memory() -> None:
+    module, other = lookup(), lookup()
+    recorder = Recorder()
+    attachment = Attachment(recorder, ListSink())  # type: ignore[arg-type]
+    assert not attachment.claim([("dense", torch.zeros(3))])
+    later = lookup()
+    for one, key in ((module, "a"), (later, "b")):
+        state = {f"{key}.{n}": w.detach() for n, w in enumerate(one.split_embedding_weights())}
+        assert attachment.claim(state.items())
+        assert not attachment.claim(state.items())
+    memory = {t.data_ptr() for t in attachment.lookup_tensors()}
+    assert {m.weights_host.data_ptr() for m in (module, other, later)} <= memory
+    for one in (module, later):
+        train(one, *batch())
+    attachment.refresh()
+    assert len(recorder.groups) == 2
 
 
 def test_modules_may_die() -> None:
@@ -390,7 +537,7 @@ def test_tables_put_in_the_place_of_others_are_found() -> None:
         attachment.refresh()
     assert sorted(recorder.tables()) == [f"{m}.t{n}" for m in "xy" for n in range(3)]
     assert list(attachment.refused) == ["z"]
-    assert all(len(model[m]._forward_hooks) == 1 for m in "xy")
+    assert all("forward" in vars(model[m]) for m in "xy")
     with recorder.watch() as changed:
         train(model["x"], *batch())
         train(model["y"], *batch())

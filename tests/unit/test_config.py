@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from ckpt.config import CheckpointConfig, dataclass_from, launched_ranks, load_toml, trust_file
+from ckpt.config import (
+    CheckpointConfig,
+    dataclass_from,
+    launched_ranks,
+    load_toml,
+    spool_folders,
+    trust_file,
+)
 from ckpt.errors import BadInputError, NotFoundError
+from ckpt.storage import open_storage
 
 
 class TestCheckpointConfig:
@@ -135,6 +145,19 @@ def test_where_the_trust_list_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert trust_file() == Path("/etc/xdg/sidestage/trusted-code")
     monkeypatch.setenv("SIDESTAGE_TRUST_FILE", "/srv/trusted")
     assert trust_file() == Path("/srv/trusted")
+
+
+def test_a_user_without_a_name_and_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """E64: as some container platforms run everybody."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "SIDESTAGE_TRUST_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SIDESTAGE_SPOOL_DIR", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1000660000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert trust_file() is None
+    assert spool_folders() == (tmp_path / "sidestage-spool-1000660000",)
+    with pytest.raises(BadInputError, match="give the whole path"):
+        open_storage("~/run")
 
 
 @pytest.mark.parametrize(

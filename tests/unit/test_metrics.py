@@ -49,8 +49,9 @@ def test_each_event_feeds_its_metrics() -> None:
     assert value(registry, "last_committed_age_seconds") == 10.0, "computed when it is read"
     sink.emit("save_staged", step=2, blocked_s=0.2)
     sink.emit("save_failed", step=2, error="no room")
-    sink.emit("save_skipped", step=3, error="busy")  # ends before save() has returned
-    sink.emit("save_staged", step=3, blocked_s=0.0)
+    sink.emit("save_skipped", step=3, error="busy", blocked_s=0.01)  # without a snapshot
+    sink.emit("save_skipped", step=4, error="rank 1: busy")  # ends before save() has returned
+    sink.emit("save_staged", step=4, blocked_s=0.0)
     sink.emit("trainer_waited", why="overlay", wait_s=0.5)
     sink.emit("trainer_waited", why="fence", wait_s=0.25)
     sink.emit("trainer_waited", why="slot", wait_s=1.0)
@@ -58,8 +59,8 @@ def test_each_event_feeds_its_metrics() -> None:
     sink.emit("untracked_write", step=2, table="t", rows=[3])
     sink.emit("an_event_of_a_later_version", anything=1)
     expected = {
-        "save_blocked_seconds_count": 3,
-        "save_blocked_seconds_sum": 0.202,
+        "save_blocked_seconds_count": 4,
+        "save_blocked_seconds_sum": 0.212,
         "save_persist_seconds_sum": 2.0,
         "save_lag_seconds": 2.5,
         "staged_bytes_total": 10,
@@ -70,7 +71,7 @@ def test_each_event_feeds_its_metrics() -> None:
         "pending_saves": 0,
         "saves_committed_total": 1,
         "saves_failed_total": 1,
-        "saves_skipped_total": 1,
+        "saves_skipped_total": 2,
         "untracked_writes_total": 1,
         "last_committed_step": 1,
     }

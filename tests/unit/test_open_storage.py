@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt.errors import BadInputError, NotFoundError, StorageError
-from ckpt.storage import LocalStorage, open_storage
+from ckpt.storage import BranchedStorage, LocalStorage, open_storage
 
 
 def test_a_path(tmp_path: Path) -> None:
@@ -42,6 +43,8 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file://{}/run", "{}/run"),
         ("file://localhost{}/run", "{}/run"),
         ("FILE://{}/a%20b", "{}/a b"),
+        ("file:{}/a%20b", "{}/a b"),
+        ("File:{}/run", "{}/run"),
         ("{}/a%20b", "{}/a%20b"),
         ("{}/odd: name#1?x=[é]", "{}/odd: name#1?x=[é]"),
     ],
@@ -89,3 +92,43 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(StorageError, match=f"{tmp_path}: can't be read: Permission denied; check"):
         open_storage(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3:/bucket/x", "write s3://bucket/x. A folder of that name is ./s3:/bucket/x"),
+        ("S3:/bucket/x", "write s3://bucket/x"),
+        ("s3:bucket/x", "write s3://bucket/x"),
+        ("s3//bucket/x", "write s3://bucket/x"),
+        ("s3:\\\\bucket\\x", "write s3://bucket"),
+        ("file:run", "write file:///run"),
+        ("file//run", "write file:///run"),
+        ("gs:/bucket/x", "give a path, file:///path or s3://bucket/path"),
+        ("https:/host/x", "neither a path nor a URL"),
+        ("abfss:x@y/z", "neither a path nor a URL"),
+        (" s3://bucket/x", "begins or ends with white space"),
+        ("s3://bucket/x ", "begins or ends with white space"),
+        ("/runs/x\n", "begins or ends with white space"),
+        ("  ", "begins or ends with white space"),
+        (Path("s3://bucket/x"), "write s3://bucket/x as text: a pathlib.Path drops slashes"),
+        (Path("gs://bucket/x"), "as text: a pathlib.Path drops slashes"),
+        ("S3://", "give its name"),
+        ("S3:///bucket", "give its name"),
+    ],
+)
+def test_what_was_meant_for_a_url_makes_no_folder(
+    url: str | Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInputError, match=re.escape(words)):
+        open_storage(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_any_folder_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("./s3:/bucket/x", "s3/bucket", "s3", "runs:2026/x", "a=b:c", f"{tmp_path}/s3:/x"):
+        assert open_storage(name).url == str((tmp_path / name).absolute())
+    assert open_storage(Path("file:///runs/x")).url == "/runs/x"
+    assert isinstance(open_storage("S3://bucket/x"), BranchedStorage)

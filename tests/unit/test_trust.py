@@ -80,7 +80,9 @@ def test_bytes_that_are_no_text_trust_nothing(path: Path) -> None:
 def test_a_list_that_cannot_be_used_is_named(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StorageError, match=f"{tmp_path}: the trust list can't be read"):
+    with pytest.raises(
+        StorageError, match=f"{tmp_path}: the trust list can't be read.*SIDESTAGE_TRUST_FILE"
+    ):
         TrustList(tmp_path).sums()
 
     def refuse(*args: object) -> int:
@@ -89,3 +91,15 @@ def test_a_list_that_cannot_be_used_is_named(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StorageError, match=r"can't be written: Read-only.*SIDESTAGE_TRUST_FILE"):
         TrustList(path).add(CODE)
+
+
+def test_without_a_file_nothing_is_trusted_and_the_setting_is_named(tmp_path: Path) -> None:
+    """E64: a user without a home folder."""
+    trust = TrustList(None)
+    assert trust.sums() == frozenset()
+    with pytest.raises(BadInputError, match="add that sum as a line to .* SIDESTAGE_TRUST_FILE"):
+        trust.check(CODE, "x")
+    with pytest.raises(StorageError, match="no home folder .* SIDESTAGE_TRUST_FILE"):
+        trust.add(CODE)
+    (tmp_path / "file").touch()
+    assert TrustList(tmp_path / "file" / "trusted-code").sums() == frozenset()

@@ -1,0 +1,56 @@
+"""The table-batched embeddings of this process, whoever holds them.
+
+A state may hold their tensors only, `model.state_dict()`, and an optimizer over `model.parameters()`
+lists their memory as its own though their backward changes it. So they are found by what they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from ckpt.attach.finding import is_fused
+
+
+class LivingLookups:
+    """Finds those that exist when it begins, and each that is made after."""
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+        self._looked = False
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        self._look()
+        return iter(tuple(self._modules))
+
+    def forget(self) -> None:
+        """Find no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _look(self) -> None:
+        """Go through all objects, once: some ten milliseconds for each million of them."""
+        if self._hook is None:
+            self._hook = register_module_parameter_registration_hook(self._registered)
+        if not self._looked and "fbgemm_gpu" in sys.modules:
+            self._looked = True
+            kinds: dict[type, bool] = {}
+            for thing in gc.get_objects():
+                kind = type(thing)
+                if (known := kinds.get(kind)) is None:
+                    known = kinds[kind] = issubclass(kind, nn.Module) and is_fused(thing)
+                if known:
+                    self._modules.add(thing)
+
+    def _registered(self, module: nn.Module, _name: str, _parameter: Any) -> None:
+        if is_fused(module):
+            self._modules.add(module)
