@@ -458,6 +458,8 @@ def test_an_error_in_a_session_inside_of_another_saves_both(tmp_path: Path) -> N
 
 def test_an_interrupt_while_the_end_is_saved_gives_signals_back(tmp_path: Path) -> None:
     """SIGINT, in the wait for the last save's commit."""
+    # Whatever this process was started with, such as one that ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     loop = Loop(tmp_path / "run")
     flush = loop.session._checkpointer.flush
