@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
-from ckpt.tree import FlatState, Leaf, Shard, leaf_of
+from ckpt.tree import FlatState, Leaf, Shard, identity, leaf_of
 from ckpt.types import ITEMSIZE
 from ckpt.walk import Parts
 
@@ -125,7 +125,9 @@ def live_state(parts: Parts, known: Layout | None) -> LiveState:
     wholes = {n: t for n, t in zip(parts.names, parts.tensors, strict=True) if _is_whole(t)}
     if known is not None and parts.names == known.names and parts.owned == known.owned:
         tensors = _tensors(parts, known.specs)
-        if tensors is not None:
+        if tensors is not None and (
+            not known.led or known.led == led_by_rank_0(parts, known.kinds)
+        ):
             # The same objects at each save: to make and to collect so many costs more than all the rest.
             for shard, tensor in zip(known.places, tensors, strict=True):
                 shard.tensor = tensor
@@ -138,30 +140,35 @@ def live_state(parts: Parts, known: Layout | None) -> LiveState:
     specs = [_spec(t, leaves[n]) for n, t in zip(parts.names, parts.tensors, strict=True)]
     places = [Shard(s.offsets, s.sizes, s.tensor) for x in leaves.values() for s in x.shards]
     kinds = {n: x.kind for n, x in leaves.items()}
-    layout = Layout(parts.names, parts.owned, specs, kinds, places, led_by_rank_0(parts, leaves))
+    layout = Layout(parts.names, parts.owned, specs, kinds, places, led_by_rank_0(parts, kinds))
     return LiveState(layout, parts.values, parts.per_rank, wholes, leaves)
 
 
-def led_by_rank_0(parts: Parts, leaves: Mapping[str, Leaf]) -> frozenset[str]:
+def led_by_rank_0(parts: Parts, kinds: Mapping[str, TensorKind]) -> frozenset[str]:
     """Keys of the buffers that DistributedDataParallel broadcasts from rank 0 before each forward.
 
     Between two forwards each rank has its own, such as the statistics of a BatchNorm, and rank 0's count.
+    Not where a hook of the trainer's makes something else of them.
     """
     led = {
-        buffer.data_ptr()
+        identity(buffer)
         for module in parts.objects
         if isinstance(module, torch.nn.Module)
         for part in module.modules()
         if isinstance(part, DistributedDataParallel)
         if dist.is_initialized()
         and part.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+        and not hasattr(part, "buffer_hook")
         and part.process_group.size() == dist.get_world_size()
         for buffer in part.named_module_buffers.values()
     }
     return frozenset(
         name
-        for name, leaf in leaves.items()
-        if led and leaf.kind == "replicated" and leaf.shards[0].tensor.data_ptr() in led
+        for name, tensor in zip(parts.names, parts.tensors, strict=True)
+        if led
+        and kinds[name] == "replicated"
+        and type(tensor) in _PLAIN
+        and identity(tensor) in led
     )
 
 

@@ -42,6 +42,7 @@ def saved_as_rank_0_has_them(rank: int) -> None:
         wanted = {n: t.clone() for n, t in ddp.state_dict().items()}
         train(ddp, optimizer, rank)
         c.save(3, {"model": ddp}).committed.result()
+        refused_once_they_are_broadcast_no_more(c, ddp, rank)
     fresh = DistributedDataParallel(model())
     with Checkpointer(folder) as c:
         c.restore({"model": fresh}, step=2)
@@ -49,6 +50,17 @@ def saved_as_rank_0_has_them(rank: int) -> None:
         rank_0s = wanted[name].clone()
         dist.broadcast(rank_0s, 0)
         assert torch.equal(tensor, rank_0s), name
+
+
+def refused_once_they_are_broadcast_no_more(
+    c: Checkpointer, ddp: DistributedDataParallel, rank: int
+) -> None:
+    """The same keys in the same memory, in a wrapper that leaves each rank its own."""
+    again = DistributedDataParallel(ddp.module, broadcast_buffers=False)
+    train(again, torch.optim.SGD(again.parameters(), lr=0.1), rank)
+    error = c.save(4, {"model": again}).committed.exception()
+    assert isinstance(error, BadInputError), error
+    assert "model.module.1.running_mean: ranks 0 and 1 hold different values" in str(error)
 
 
 def refused_where_nobody_broadcasts(rank: int) -> None:
