@@ -32,8 +32,8 @@ from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
 from ckpt.index import Box, find_overlap
 from ckpt.manifest import canonical
-from ckpt.replicas import UNLIKE
-from ckpt.tree import FlatState, Leaf, Shard, content_digest
+from ckpt.replicas import UNLIKE, content_digest
+from ckpt.tree import FlatState, Leaf, Shard
 
 Payload = dict[str, Any]
 Decide = Callable[[Payload, Callable[[list[Payload]], Any]], Any]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt.digest import digest_of
+from ckpt.native import memory_at
 from ckpt.stretches import Stretch, Turns
 
 UNLIKE = (
@@ -21,6 +23,12 @@ UNLIKE = (
 
 _BLOCK_BYTES = 16 << 10
 _BLOCKS = 64  # a megabyte at each save, which takes some tenths of a millisecond; all of less
+
+
+def content_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's values, in the order of its elements. Leaves no mark on it."""
+    plain = _plain(tensor).cpu()
+    return digest_of(memory_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b"")
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,13 @@ class ReplicaCheck:
         looked: list[tuple[str, Stretch]] = []
         for n, a, b in self._turns.spans(_BLOCKS, number * _BLOCKS):
             name = self._names[n]
-            plain = tensor_of(name).detach().resolve_conj().resolve_neg().contiguous()
-            looked.append((name, Stretch.of(plain, a, b)))
+            looked.append((name, Stretch.of(_plain(tensor_of(name)), a, b)))
         return Replicas(looked)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with the bits that its values have."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def differing(found: Sequence[Mapping[str, str]]) -> tuple[str, int] | None:

@@ -8,7 +8,6 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -20,13 +19,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from ckpt.digest import new_hasher
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
 from ckpt.types import ITEMSIZE
 from ckpt.values import PerRankRef, TensorRef
-
-_PIECE_BYTES = 1 << 20
 
 
 @dataclass
@@ -266,22 +262,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor as bytes, without a copy.
 
     For tensors of our own: torch marks the storage as one that can't be resized any more. Of the
-    trainer's, see `content_digest`.
+    trainer's, see `native.memory_at`.
     """
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
-
-
-def content_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's values, in the order of its elements. Leaves no mark on it."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    hasher = new_hasher("xxh3-128")
-    start, stop = plain.data_ptr(), plain.data_ptr() + plain.nbytes
-    for at in range(start, stop, _PIECE_BYTES):
-        hasher.update(ctypes.string_at(at, min(_PIECE_BYTES, stop - at)))
-    return f"xxh3-128:{hasher.hexdigest()}"
 
 
 def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> Any:
