@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from ckpt.errors import UntrackedWriteError
 from ckpt.native import read_live
 from ckpt.rows.device import CudaDevice, Device, Mark
-from ckpt.stretches import Stretch
+from ckpt.stretches import Stretch, bytes_of
 from ckpt.tree import foreign_memory, identity
 from ckpt.types import Clock
 
@@ -61,7 +61,7 @@ class Copy:
 
         An in-place operation counts when it ends, and one that is under way has changed a part.
         """
-        live, home = (t.detach().reshape(-1).view(torch.uint8) for t in (self.live, self.home))
+        live, home = bytes_of(self.live), bytes_of(self.home)
         now = torch.empty(_LOOK_BYTES, dtype=torch.uint8, device="cpu")
         for _ in range(min(_LOOKS, live.numel() // _APART_BYTES)):
             a = chance.randrange(live.numel() - _LOOK_BYTES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,7 @@ from ckpt.config import Proof
 from ckpt.errors import UntrackedWriteError
 from ckpt.rows import Component, Place, RowSnapshot, Table
 from ckpt.rows.prints import Prints
-from ckpt.stretches import Stretch, Turns, fetched
+from ckpt.stretches import Stretch, Turns, bytes_of, fetched
 from ckpt.types import Clock
 
 BLOCK_BYTES = 512 << 10
@@ -230,7 +230,7 @@ class SnapshotProof:
         taken: tuple[torch.Tensor | None, ...] = ()
         ready = None
         if table.components[0].device.type == "cpu":
-            prints.take(0, last - first, [_bytes(p) for p in parts])
+            prints.take(0, last - first, [None if p is None else bytes_of(p) for p in parts])
         else:
             taken, ready = fetched(parts)
         stretch = _RowStretch(first, last, prints, taken, ready)
@@ -263,20 +263,12 @@ def _compare_stretch(
         if stretch.ready is not None:
             stretch.ready.synchronize()
         cut = (None if t is None else t[a - stretch.a : b - stretch.a] for t in stretch.taken)
-        stretch.prints.take(a - stretch.a, b - a, [_bytes(t) for t in cut])
+        stretch.prints.take(a - stretch.a, b - a, [None if t is None else bytes_of(t) for t in cut])
     given = [
         None if o is None else o[(a - row) * w : (b - row) * w]
         for o, w in zip(out, table.widths, strict=True)
     ]
     return [stretch.a + r for r in stretch.prints.compare(a - stretch.a, given)]
-
-
-@overload
-def _bytes(tensor: torch.Tensor) -> torch.Tensor: ...
-@overload
-def _bytes(tensor: None) -> None: ...
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _part(component: int) -> str:

@@ -36,7 +36,7 @@ class Stretch:
         """Read bytes [a, b), in the order of the current stream. The host waits for no device."""
         if tensor.device.type == "cpu":
             return cls(a, b, _digest_of(tensor, a, b))
-        [taken], ready = fetched([tensor.detach().reshape(-1).view(torch.uint8)[a:b]])
+        [taken], ready = fetched([bytes_of(tensor)[a:b]])
         return cls(a, b, None, taken, ready)
 
     @property
@@ -78,6 +78,11 @@ class Turns:
             n = bisect.bisect_right(self._ends, block)
             a = (block - (self._ends[n] - self._counts[n])) * self._block_bytes
             yield n, a, min(self._sizes[n], a + self._block_bytes)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as uint8, flat."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def fetched(
