@@ -15,7 +15,7 @@ CKPT = [
     {"config"},
     {
         *("command", "digest", "events", "findings", "formats", "layout", "metrics", "trust"),
-        *("parallel", "typed", "values"),
+        *("parallel", "terms", "typed", "values"),
     },
     {"machine", "manifest", "nesting", "united"},
     {"index", "schema"},

@@ -1,0 +1,58 @@
+"""What a restore may do where the checkpoint and the state aren't alike. No torch: commands and TOML use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class RestoreTerms:
+    """Exceptions from "all of it, alike, or nothing", each asked for by name.
+
+    Patterns are shell patterns for whole keys (`model.head.*`); a pattern without a wildcard also
+    stands for all keys below it (`ema` is `ema` and `ema.*`).
+
+    partial: accept keys that only one side has; those of the state stay as they are.
+    exclude: patterns of keys that aren't restored, whatever the checkpoint has for them.
+    rename: the beginning of a key in the checkpoint -> what it is in this state; the longest one counts.
+    rows: patterns of tensors whose sizes may differ: what both have is restored from the first row and
+        column on, and the rest stays as the model made it. The row-aligned optimizer state of such a
+        parameter goes with it.
+    elastic: accept another number of ranks where parts of the state belong to single ranks: those
+        then stay as they are.
+    other_optimizer: accept the state of another optimizer class.
+    approximate: accept optimizer state that the new sharding can only approximate; what was is told.
+    """
+
+    partial: bool = False
+    exclude: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
+    elastic: bool = False
+    other_optimizer: bool = False
+    approximate: bool = False
+
+    def excludes(self, key: str) -> bool:
+        """Is this key of the state not to be restored?"""
+        return matches(self.exclude, key)
+
+    def resizes(self, key: str) -> bool:
+        """May this tensor's sizes differ?"""
+        return matches(self.rows, key)
+
+    def renamed(self, key: str) -> str:
+        """The key in the state of what the checkpoint calls `key`."""
+        for old in sorted(self.rename, key=len, reverse=True):
+            if key == old or key.startswith(f"{old}."):
+                return self.rename[old] + key[len(old) :]
+        return key
+
+
+def matches(patterns: tuple[str, ...], key: str) -> bool:
+    """Does one of the patterns stand for this key?"""
+    return any(
+        fnmatchcase(key, p) or (not set(p) & set("*?[") and key.startswith(f"{p}."))
+        for p in patterns
+    )
