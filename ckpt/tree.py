@@ -64,10 +64,16 @@ class FlatState:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     values: Any = None
     per_rank: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    """Those that saved themselves, by their path."""
 
 
-def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
+def flatten(
+    state: Mapping[str, Any], rank: int, taken: Callable[[Any], Any] | None = None
+) -> FlatState:
     """Take `state` apart without copying a tensor.
+
+    taken: the state of an object that saves itself, by default what its `state_dict()` gives.
 
     Raises BadInputError naming the key of whatever can't be stored: a meta tensor, a storage
     smaller than its shape, a sparse or quantised layout, an object that only pickle could save.
@@ -76,41 +82,54 @@ def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
         raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
     flat = FlatState()
     try:
-        flat.values = _flatten(state, "", None, rank, flat)
+        flat.values = _Flattening(rank, taken or _state_dict_of, flat).tree(state, "", None)
     except RecursionError:
         raise BadInputError("state: is nested too deep, or holds itself") from None
     return flat
 
 
-def _flatten(value: Any, path: str, owner: int | None, rank: int, flat: FlatState) -> Any:
-    """The value tree of `value`; `owner` is the rank inside a PerRank part, else None."""
-    if isinstance(value, PerRank):
-        if owner is not None:
-            raise BadInputError(f"{path}: PerRank inside PerRank")
-        if path in flat.per_rank:
-            raise BadInputError(f"{path}: two PerRank parts of the state have this key; rename one")
-        flat.per_rank[path] = _flatten(value.value, path, rank, rank, flat)
-        return PerRankRef(path)
-    if isinstance(value, torch.Tensor | ShardedTensor):
-        leaf = leaf_of(
-            path if owner is None else f"{path}@{owner}", value, per_rank=owner is not None
-        )
-        if leaf.fqn in flat.leaves:
-            raise BadInputError(f"{leaf.fqn}: two tensors of the state have this key; rename one")
-        flat.leaves[leaf.fqn] = leaf
-        return TensorRef(leaf.fqn)
-    if has_state_dict(value):
-        return _flatten(value.state_dict(), path, owner, rank, flat)
-    if isinstance(value, Mapping):
-        return {
-            k: _flatten(v, f"{path}.{k}" if path else str(k), owner, rank, flat)
-            for k, v in value.items()
-        }
-    if type(value) in (list, tuple):
-        return type(value)(
-            _flatten(v, f"{path}.{i}", owner, rank, flat) for i, v in enumerate(value)
-        )
-    return value
+def _state_dict_of(value: Any) -> Any:
+    return value.state_dict()
+
+
+class _Flattening:
+    """Fills `flat` while it makes value trees of the parts of a state."""
+
+    def __init__(self, rank: int, taken: Callable[[Any], Any], flat: FlatState) -> None:
+        self._rank, self._taken, self._flat = rank, taken, flat
+
+    def tree(self, value: Any, path: str, owner: int | None) -> Any:
+        """The value tree of `value`; `owner` is the rank inside a PerRank part, else None."""
+        flat = self._flat
+        if isinstance(value, PerRank):
+            if owner is not None:
+                raise BadInputError(f"{path}: PerRank inside PerRank")
+            if path in flat.per_rank:
+                raise BadInputError(
+                    f"{path}: two PerRank parts of the state have this key; rename one"
+                )
+            flat.per_rank[path] = self.tree(value.value, path, self._rank)
+            return PerRankRef(path)
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            leaf = leaf_of(
+                path if owner is None else f"{path}@{owner}", value, per_rank=owner is not None
+            )
+            if leaf.fqn in flat.leaves:
+                raise BadInputError(
+                    f"{leaf.fqn}: two tensors of the state have this key; rename one"
+                )
+            flat.leaves[leaf.fqn] = leaf
+            return TensorRef(leaf.fqn)
+        if has_state_dict(value):
+            flat.objects.setdefault(path, value)
+            return self.tree(self._taken(value), path, owner)
+        if isinstance(value, Mapping):
+            return {
+                k: self.tree(v, f"{path}.{k}" if path else str(k), owner) for k, v in value.items()
+            }
+        if type(value) in (list, tuple):
+            return type(value)(self.tree(v, f"{path}.{i}", owner) for i, v in enumerate(value))
+        return value
 
 
 def has_state_dict(value: Any) -> bool:

@@ -26,6 +26,7 @@ CKPT = [
     {"prune"},
     {"branch", "doctor"},
     {"tree"},
+    {"canonical"},
     {"blocks", "native", "walk"},
     {"live", "pace", "ring", "rows", "staging", "stretches"},
     {"attach", "budget", "fence", "packing", "proof", "replicas", "threads"},
