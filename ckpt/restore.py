@@ -64,6 +64,14 @@ class _Held(NamedTuple):
     data: torch.Tensor
 
 
+class Target(NamedTuple):
+    """Memory to be filled with the box of a tensor that starts at `offsets` and has out's shape."""
+
+    fqn: str
+    out: torch.Tensor
+    offsets: tuple[int, ...]
+
+
 class CheckpointReader:
     """One committed checkpoint, open for reading. Any number of threads may read.
 
@@ -145,6 +153,30 @@ class CheckpointReader:
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise NotFoundError(f"{fqn}: no such tensor in step {self.record.step}{hint}")
         return self.tensors[fqn]
+
+    def check(self, targets: Sequence[Target]) -> None:
+        """Read and check every byte that `fill` needs, and change nothing."""
+        for t in targets:
+            self.read_into(t.fqn, torch.empty_like(t.out, device="cpu"), t.offsets)
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the targets."""
+        for t in targets:
+            self.read_into(t.fqn, t.out, t.offsets)
+
+    def same_chunks(self, one: str, other: str) -> bool:
+        """Are two tensors known to be equal, since they are cut alike and their chunks have one digest?"""
+        a, b = self.info(one), self.info(other)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        return self._digests(one) == self._digests(other)
+
+    def _digests(self, fqn: str) -> list[Any]:
+        return sorted(
+            (s.shard.offsets, s.shard.sizes, s.digest, c.row, c.rows, c.codec, c.digest)
+            for s in self._shards[fqn]
+            for c in s.shard.chunks
+        )
 
     def read(self, fqn: str) -> torch.Tensor:
         """A whole tensor, in host memory."""

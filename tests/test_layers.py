@@ -33,9 +33,9 @@ CKPT = [
     {"pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
-        *("target", "writer"),
+        *("giving", "optimizer_plan", "pieces", "writer"),
     },
-    {"receipts", "stager"},
+    {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
     {"engine", "export", "persist", "restorer"},
     {"checkpointer", "dcp", "importing"},

@@ -18,7 +18,6 @@ class Canonical:
     """
 
     def __init__(self) -> None:
-        self._state: Mapping[str, Any] = {}
         self._modules: list[tuple[str, Any]] = []
         self._names: ParameterNames | None = None
         self._known: dict[int, tuple[Any, list[torch.Tensor], list[Name]]] = {}
@@ -28,6 +27,11 @@ class Canonical:
         if [(k, id(m)) for k, m in modules] != [(k, id(m)) for k, m in self._modules]:
             self._modules, self._names, self._known = modules, None, {}
         return self
+
+    @property
+    def modules(self) -> list[tuple[str, Any]]:
+        """(key in the state, module)."""
+        return self._modules
 
     @property
     def names(self) -> ParameterNames:
