@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.leaving import leave
+
 ROOT = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -185,28 +187,22 @@ def _play(kind: str, what: str, *rest: str) -> None:
         exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def _end(code: object) -> None:
-    """As Python ends, but what was imported isn't taken apart, which takes as long as many a test."""
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else code is not None)
-
-
 def main() -> None:
     _preload()
     args = _serve(socket.socket(fileno=int(sys.argv[1])))
+    code: Any = None
     try:
         _play(*args)
     except SystemExit as e:
-        _end(e.code)
+        code = e.code
     except BaseException:
         traceback.print_exc()
-        _end(1)
-    _end(None)
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    # Nothing that was imported is taken apart, which takes as long as many a test.
+    leave(code or 0)
 
 
 if __name__ == "__main__":
