@@ -163,6 +163,7 @@ def _become(text: int, *streams: int) -> list[str]:
 _PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torchrec.distributed.model_parallel",
     "torchrec.distributed.train_pipeline",
     "trainer.session",
