@@ -38,19 +38,27 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Popen(subprocess.Popen[str]):
     """As `subprocess.Popen` of `[sys.executable, "-m" or "-c", what, arguments...]`, with text streams.
 
-    It takes streams, `cwd` and `env`. Torch uses one thread; what is read when Python or torch starts
-    was read in the environment of the tests.
+    It takes streams, `cwd`, `env` and `start_new_session`. Torch uses one thread; what is read when
+    Python or torch starts was read in the environment of the tests.
     """
 
-    def __init__(self, args: Sequence[str | Path], **given: Any) -> None:
+    def __init__(
+        self, args: Sequence[str | Path], *, start_new_session: bool = False, **given: Any
+    ) -> None:
         assert args[0] == sys.executable
         assert args[1] in ("-m", "-c")
+        self._leads = start_new_session
         super().__init__([str(arg) for arg in args], text=True, **given)
 
     def _execute_child(self, args: Any, *given: Any) -> None:
         """What `subprocess` calls once it has made the pipes: the only part that differs."""
         _, _, _, _, cwd, env, _, _, _, stdin, _, _, stdout, _, stderr, *_ = given
-        told = {"args": args[1:], "cwd": os.fspath(cwd or ROOT), "env": dict(env or os.environ)}
+        told = {
+            "args": args[1:],
+            "cwd": os.fspath(cwd or ROOT),
+            "env": dict(env or os.environ),
+            "leads": self._leads,
+        }
         streams = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         self.pid = _server().fork(told, streams)
         self._child_created = True
@@ -146,6 +154,8 @@ def _become(text: int, *streams: int) -> list[str]:
         os.dup2(fd, own)
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if told["leads"]:
+        os.setsid()
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])
