@@ -18,6 +18,7 @@ from ckpt.errors import (
 from ckpt.finish import finish_newest
 from ckpt.manifest import CommitRecord
 from ckpt.pins import Pin
+from ckpt.placing import Target
 from ckpt.prefetch import Prefetch
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
@@ -184,16 +185,18 @@ class Restorer:
         """Fill this rank's tensors; returns its value trees with live tensors in them."""
         reader, source = opened.reader, opened.source
         live: dict[str, Any] = {}
+        targets: list[Target] = []
         for fqn, leaf in flat.leaves.items():
             live[fqn] = leaf.source
             if fqn in source.tensors and fqn not in skip and not self._foreign(leaf.kind, source):
-                for shard in leaf.shards:
-                    reader.read_into(fqn, shard.tensor, shard.offsets)
+                targets += [Target(fqn, shard.tensor, shard.offsets) for shard in leaf.shards]
         for fqn in make:
             if source.tensors[fqn].kind == "per_rank" and not self._mine(fqn):
                 continue
             live[fqn] = allocate(source.tensors[fqn])
-            reader.read_into(fqn, live[fqn], (0,) * len(source.tensors[fqn].shape))
+            targets.append(Target(fqn, live[fqn], (0,) * live[fqn].dim()))
+        reader.check(targets)
+        reader.fill(targets)
         tree = loaded_tree(flat.values, source.values, live.get)
         per_rank = {
             path: loaded_tree(flat.per_rank.get(path), stored, live.get)

@@ -27,9 +27,9 @@ CKPT = [
     {"branch", "doctor"},
     {"tree"},
     {"blocks", "native", "walk"},
-    {"live", "pace", "ring", "rows", "staging", "stretches"},
+    {"live", "pace", "placing", "ring", "rows", "staging", "stretches"},
     {"attach", "budget", "fence", "packing", "proof", "replicas", "threads"},
-    {"pump", "snapshot"},
+    {"chunks", "pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
         *("target", "writer"),
