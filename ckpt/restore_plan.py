@@ -20,7 +20,7 @@ from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
 from ckpt.index import TensorInfo
 from ckpt.optimizer_plan import fit_optimizer
-from ckpt.pieces import Piece, Spread
+from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import PerRankRef, TensorRef, iter_leaves
@@ -231,16 +231,9 @@ class Matching:
         return (info.dtype, info.shape) == (leaf.dtype, leaf.shape)
 
     def fill(self, leaf: Leaf, info: TensorInfo, path: str) -> Any:
-        """In place. What can't be filled, since its elements share memory, gets one value for each."""
+        """In place."""
         self.found.claimed.add(info.fqn)
-        if any(0 in s.tensor.stride() and s.tensor.numel() > 1 for s in leaf.shards):
-            for shard in leaf.shards:
-                whole = torch.empty(shard.sizes, dtype=shard.tensor.dtype, device="cpu")
-                ours = Shard(shard.offsets, shard.sizes, whole)
-                into = Spread(shard.tensor, whole)
-                self.found.pieces.append(Piece(path, info.fqn, (ours,), ours=True, into=into))
-        else:
-            self.found.pieces.append(Piece(path, info.fqn, leaf.shards))
+        self.found.pieces.append(Piece(path, info.fqn, leaf.shards))
         return leaf.source
 
     def fill_common(self, leaf: Leaf, info: TensorInfo, path: str) -> Any:
