@@ -20,7 +20,7 @@ from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
 from ckpt.index import TensorInfo
 from ckpt.optimizer_plan import fit_optimizer
-from ckpt.pieces import Piece, Spread
+from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import PerRankRef, TensorRef, iter_leaves
@@ -74,16 +74,11 @@ def plan_restore(
 
     Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have.
     """
-    for tree in (source.values, *source.per_rank.values()):
-        for path, leaf in iter_leaves(tree):
-            if isinstance(leaf, TensorRef) and leaf.fqn not in source.tensors:
-                raise CorruptError(
-                    f"{path}: its tensor {leaf.fqn} is in no index of the checkpoint"
-                )
     matching = Matching(flat, source, terms, canonical)
-    stored = source.values
+    stored = _with_loose(source)
     if terms.rename:
         stored = renamed(stored, flat.values, terms)
+    stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
     return matching.found
@@ -210,6 +205,7 @@ class Matching:
         """A tensor that must have its like in the checkpoint."""
         leaf, info = self.flat.leaves[want.fqn], self.source.tensors[stored.fqn]
         self.found.claimed.add(stored.fqn)
+        path = want.fqn if leaf.kind == "per_rank" else path
         if self.terms.excludes(path):
             self.found.kept.append(path)
             return leaf.source
@@ -235,16 +231,9 @@ class Matching:
         return (info.dtype, info.shape) == (leaf.dtype, leaf.shape)
 
     def fill(self, leaf: Leaf, info: TensorInfo, path: str) -> Any:
-        """In place. What can't be filled, since its elements share memory, gets one value for each."""
+        """In place."""
         self.found.claimed.add(info.fqn)
-        if any(0 in s.tensor.stride() and s.tensor.numel() > 1 for s in leaf.shards):
-            for shard in leaf.shards:
-                whole = torch.empty(shard.sizes, dtype=shard.tensor.dtype, device="cpu")
-                ours = Shard(shard.offsets, shard.sizes, whole)
-                into = Spread(shard.tensor, whole)
-                self.found.pieces.append(Piece(path, info.fqn, (ours,), ours=True, into=into))
-        else:
-            self.found.pieces.append(Piece(path, info.fqn, leaf.shards))
+        self.found.pieces.append(Piece(path, info.fqn, leaf.shards))
         return leaf.source
 
     def fill_common(self, leaf: Leaf, info: TensorInfo, path: str) -> Any:
@@ -435,6 +424,38 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     if isinstance(want, list | tuple):
         return any(has_places(v, f"{path}.{i}", flat) for i, v in enumerate(want))
     return False
+
+
+def _with_loose(source: Source) -> Any:
+    """The values, and at the top the tensors that no value places: files of other tools have nothing else."""
+    placed: set[str] = set()
+    for tree in (source.values, *source.per_rank.values()):
+        for path, leaf in iter_leaves(tree):
+            if isinstance(leaf, TensorRef):
+                placed.add(leaf.fqn)
+                if leaf.fqn not in source.tensors:
+                    raise CorruptError(
+                        f"{path}: its tensor {leaf.fqn} is in no index of the checkpoint"
+                    )
+    loose = {
+        k: TensorRef(k)
+        for k, info in source.tensors.items()
+        if k not in placed and info.kind != "per_rank"
+    }
+    if not loose or not isinstance(source.values, dict | None):
+        return source.values
+    return {**(source.values or {}), **loose}
+
+
+def nested_like(want: Any, stored: Any) -> Any:
+    """A checkpoint of flat keys, such as a file of another tool had, in the shape of the state."""
+    if not isinstance(stored, dict) or not isinstance(want, dict):
+        return stored
+    tree = {k: v for k, v in stored.items() if k in want}
+    for k, v in stored.items():
+        if k not in want and not (isinstance(k, str) and _attach(tree, want, k, v)):
+            tree[k] = v
+    return tree
 
 
 def renamed(stored: Any, want: Any, terms: RestoreTerms) -> Any:

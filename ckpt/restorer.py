@@ -23,8 +23,9 @@ from ckpt.giving import Giving, GivingError, check_places
 from ckpt.manifest import CommitRecord
 from ckpt.pieces import Piece
 from ckpt.pins import Pin
+from ckpt.placing import Target
 from ckpt.prefetch import Prefetch
-from ckpt.restore import CheckpointReader, Target
+from ckpt.restore import CheckpointReader
 from ckpt.restore_plan import RestorePlan, Source, plan_restore, refuse
 from ckpt.shared_memory import check_shared_memory
 from ckpt.storage import Storage
@@ -170,11 +171,8 @@ class Restorer:
 
     def _check(self, reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
         """Read all that this rank needs, and find what is damaged, before anything is changed."""
-        reader.fill(_targets(p for p in pieces if p.ours))
+        reader.load(_targets(p for p in pieces if p.ours))
         reader.check(_targets(p for p in pieces if not p.ours))
-        for piece in pieces:
-            if piece.into is not None:
-                piece.into.check(piece.key)
         check_shared_memory(reader, pieces)
 
     def _change(
@@ -184,9 +182,6 @@ class Restorer:
         giving = Giving(plan.per_rank)
         try:
             reader.fill(_targets(p for p in plan.pieces if not p.ours))
-            for piece in plan.pieces:
-                if piece.into is not None:
-                    piece.into.copy()
             giving.give(state, plan.tree)
         except GivingError as e:
             raise RestoreError(

@@ -28,9 +28,9 @@ CKPT = [
     {"tree"},
     {"canonical"},
     {"blocks", "native", "walk"},
-    {"live", "pace", "ring", "rows", "staging", "stretches"},
+    {"live", "pace", "placing", "ring", "rows", "staging", "stretches"},
     {"attach", "budget", "fence", "packing", "proof", "replicas", "threads"},
-    {"pump", "snapshot"},
+    {"chunks", "pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
         *("giving", "optimizer_plan", "pieces", "writer"),
