@@ -12,6 +12,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from ckpt.canonical.optimizers import is_optimizer, keep_dtypes
 from ckpt.errors import BadInputError
 from ckpt.tree import PerRank, has_state_dict
+from ckpt.values import Instance, filled_in_place, given, put, resolve
 
 
 class _Keep:
@@ -35,7 +36,10 @@ class GivingError(Exception):
 
 
 def check_places(state: Any, loaded: Any, path: str = "") -> None:
-    """BadInputError if a part of the state can't take what it would get, such as a mapping that is fixed."""
+    """BadInputError if a part of the state can't take what it would get: a mapping that is fixed, an object
+    whose class isn't here."""
+    if not path:
+        resolve(loaded)
     if loaded is KEEP or has_state_dict(state) or isinstance(state, PerRank):
         return
     if isinstance(state, Mapping) and isinstance(loaded, Mapping):
@@ -55,6 +59,7 @@ def _in_place(state: Any, loaded: Any) -> bool:
         or has_state_dict(state)
         or isinstance(state, PerRank | torch.Tensor | ShardedTensor)
         or (isinstance(state, Mapping) and isinstance(loaded, Mapping))
+        or (isinstance(loaded, Instance) and filled_in_place(state, loaded))
     )
 
 
@@ -85,6 +90,8 @@ class Giving:
             return state
         if isinstance(state, Mapping) and isinstance(loaded, Mapping):
             return self._mapping(state, loaded, path)
+        if isinstance(loaded, Instance):
+            return put(state, loaded, self.give, path)
         if (
             type(state) in (list, tuple)
             and type(loaded) is type(state)
@@ -98,13 +105,13 @@ class Giving:
                 state[:] = items
                 return state
             return tuple(items)
-        return loaded
+        return given(state, loaded, path)
 
     def _mapping(self, state: Mapping[Any, Any], loaded: Mapping[Any, Any], path: str) -> Any:
         for k, v in loaded.items():
             if v is KEEP and not isinstance(state.get(k), PerRank):
                 continue
-            new = self.give(state[k], v, f"{path}.{k}" if path else str(k)) if k in state else v
+            new = self.give(state[k], v, f"{path}.{k}" if path else str(k)) if k in state else resolve(v)
             if k in state and new is state[k]:
                 continue  # filled in place, which a mapping that can't be changed permits too
             assert isinstance(state, MutableMapping), "check_places has seen to that"
@@ -112,6 +119,7 @@ class Giving:
         return state
 
     def _load(self, value: Any, loaded: Any, path: str) -> None:
+        loaded = resolve(loaded, path)
         if isinstance(value, torch.nn.Module):
             # Modules' versions ride on the mapping; without them a newer module takes itself for old.
             loaded = OrderedDict(loaded)

@@ -23,7 +23,7 @@ from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
-from ckpt.values import PerRankRef, TensorRef, iter_leaves
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of
 
 _SHOWN = 8
 
@@ -108,9 +108,11 @@ class Matching:
         if path and self.terms.excludes(path):
             return self.kept(want, stored, path)
         if path in self.flat.objects and not isinstance(want, PerRankRef):
-            return self._object(self.flat.objects[path], want, stored, path)
+            return self._object(self.flat.objects[path], want, as_dict(stored), path)
         if isinstance(want, PerRankRef):
             return self._own(want, stored, path)
+        if isinstance(want, Instance) or isinstance(stored, Instance):
+            return self._instance(want, stored, path)
         if isinstance(want, dict) and isinstance(stored, dict):
             return self._dict(want, stored, path)
         if isinstance(want, TensorRef) and isinstance(stored, TensorRef):
@@ -135,6 +137,32 @@ class Matching:
             else:
                 self.surplus(s, sub)
         return out
+
+    def _instance(self, want: Any, stored: Any, path: str) -> Any:
+        """A typed collection or an object of a class, on one side or both. A value is what it was; what has
+        places in it is filled."""
+        w, s = as_dict(want), as_dict(stored)
+        if has_places(want, path, self.flat):
+            if isinstance(w, dict) and isinstance(s, dict):
+                fields = self._dict(w, s, path)
+            elif (
+                isinstance(want, Instance)
+                and isinstance(stored, Instance)
+                and want.like == stored.like
+                and [k for k, _ in want.fields] == [k for k, _ in stored.fields]
+            ):
+                fields = self._dict(dict(want.fields), dict(stored.fields), path)
+            else:
+                return self._unlike(want, stored, path)
+            if not isinstance(want, Instance):
+                return fields
+            order = dict.fromkeys([*(k for k, _ in parts_of(stored) or () if k in fields), *fields])
+            return Instance(*want.like, tuple((k, fields[k]) for k in order))
+        if isinstance(w, dict) and isinstance(stored, dict):
+            return self._dict(w, stored, path)  # as it was stored before types were
+        if isinstance(stored, PerRankRef):
+            return self._unlike(want, stored, path)
+        return self.made(stored, path)
 
     def _list(self, want: Sequence[Any], stored: Any, path: str) -> Any:
         """A list with tensors or objects in it: element by element, and whole or not at all."""
@@ -289,6 +317,8 @@ class Matching:
             return {k: self.made(v, f"{path}.{k}" if path else str(k)) for k, v in stored.items()}
         if type(stored) in (list, tuple):
             return type(stored)(self.made(v, f"{path}.{i}") for i, v in enumerate(stored))
+        if isinstance(stored, Instance) and stored.walks:
+            return stored.having([self.made(v, f"{path}.{k}") for k, v in stored.fields])
         return stored
 
     # -- parts of single ranks ------------------------------------------------------------------
@@ -377,7 +407,10 @@ class Matching:
             mine = self.flat.per_rank.get(want.fqn) if isinstance(want, PerRankRef) else None
             return PerRank(None if own is None else self.given(mine, own, path))
         if isinstance(stored, dict):
+            want = as_dict(want)
             return self._given_dict(want if isinstance(want, dict) else {}, stored, path)
+        if isinstance(stored, Instance) and stored.walks:
+            return self._given_instance(want, stored, path)
         if type(stored) in (list, tuple):
             inner = want if type(want) is type(stored) and len(want) == len(stored) else ()
             items = [
@@ -388,6 +421,14 @@ class Matching:
                 self._unlike(want, stored, path)
             return type(stored)(items)
         return stored
+
+    def _given_instance(self, want: Any, stored: Instance, path: str) -> Any:
+        inner = dict(parts_of(want) or ())
+        fields = [(k, self.given(inner.get(k), v, f"{path}.{k}")) for k, v in stored.fields]
+        here = tuple(f for f in fields if f[1] is not _ABSENT)
+        if len(here) < len(fields) and not isinstance(as_dict(stored), dict):
+            self._unlike(want, stored, path)
+        return Instance(*stored.like, here) if here or not fields else _ABSENT
 
     def _given_dict(self, want: dict[Any, Any], stored: dict[Any, Any], path: str) -> Any:
         out = {}
@@ -412,6 +453,8 @@ class Matching:
             return {k: self.live(v) for k, v in want.items()}
         if type(want) in (list, tuple):
             return type(want)(self.live(v) for v in want)
+        if isinstance(want, Instance) and want.walks:
+            return want.having([self.live(v) for _, v in want.fields])
         return want
 
 
@@ -419,11 +462,8 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     """Are there tensors, objects or ranks' own parts in it?"""
     if path in flat.objects or isinstance(want, TensorRef | PerRankRef):
         return True
-    if isinstance(want, dict):
-        return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in want.items())
-    if isinstance(want, list | tuple):
-        return any(has_places(v, f"{path}.{i}", flat) for i, v in enumerate(want))
-    return False
+    parts = parts_of(want) or ()
+    return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in parts)
 
 
 def _with_loose(source: Source) -> Any:
@@ -481,6 +521,8 @@ def renamed(stored: Any, want: Any, terms: RestoreTerms) -> Any:
 def _without_moved(
     stored: Any, old: str, new: str, terms: RestoreTerms, moved: list[tuple[str, str, Any]]
 ) -> Any:
+    if any(isinstance(leaf, TensorRef) for _, leaf in iter_leaves(stored)):
+        stored = as_dict(stored)
     if not isinstance(stored, dict):
         return stored
     out = {}
@@ -497,13 +539,14 @@ def _without_moved(
 
 def _attach(tree: dict[Any, Any], want: Any, place: str, node: Any) -> bool:
     """Put a node where the state has `place`; False if something is there."""
+    want = as_dict(want)
     for k, w in want.items() if isinstance(want, dict) else ():
         if place == str(k):
             if k in tree:
                 return False
             tree[k] = node
             return True
-        if place.startswith(f"{k}.") and isinstance(w, dict):
+        if place.startswith(f"{k}.") and isinstance(as_dict(w), dict):
             inner = tree.setdefault(k, {})
             return isinstance(inner, dict) and _attach(inner, w, place[len(str(k)) + 1 :], node)
     if place in tree:

@@ -6,7 +6,7 @@ a `PerRankRef` says that each rank has its own subtree. What belongs to a class 
 stands there as an `Instance`, until `resolve` makes an object of it.
 """
 
-from ckpt.values.classes import instance_of, resolve
+from ckpt.values.classes import instance_of, mapping_type, resolve
 from ckpt.values.nodes import decode_value, encode_value
 from ckpt.values.places import filled_in_place, given, put
 from ckpt.values.records import MAPPINGS, MAX_DEPTH, Instance, PerRankRef, TensorRef
@@ -17,7 +17,7 @@ from ckpt.values.text import (
     list_text,
     pairs_text,
 )
-from ckpt.values.trees import iter_leaves, map_leaves
+from ckpt.values.trees import as_dict, common, iter_leaves, map_leaves, parts_of
 
 __all__ = [
     "MAPPINGS",
@@ -28,6 +28,8 @@ __all__ = [
     "NotPlainError",
     "PerRankRef",
     "TensorRef",
+    "as_dict",
+    "common",
     "decode_value",
     "encode_value",
     "filled_in_place",
@@ -36,7 +38,9 @@ __all__ = [
     "iter_leaves",
     "list_text",
     "map_leaves",
+    "mapping_type",
     "pairs_text",
+    "parts_of",
     "put",
     "resolve",
 ]

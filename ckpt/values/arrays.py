@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import BadInputError
 from ckpt.types import Json
 from ckpt.values.records import plain
-from ckpt.values.standard import Inner, bytes64, listed, text64, typed
+from ckpt.values.standard import bytes64, listed, text64, typed
 
 if TYPE_CHECKING:
     import numpy as np
 
 _SIMPLE = re.compile(r"[<>|][biufcmMSUV?]\d{1,9}(\[\d{0,9}[a-zA-Zμ]{1,2}\])?")
 _STRUCTURE = frozenset(("names", "formats", "offsets", "itemsize", "align"))
+_X87_BITS, _X87_BYTES = 63, 10
 _MOST_EMPTY = 65536  # elements of no bytes: a crafted shape must not cost what it didn't bring
 
 
@@ -36,7 +37,7 @@ def encode_array(value: Any, path: str) -> Json:
             return {"$": "np.str", "v": plain(str(value), path)}
         if isinstance(value, np.bytes_):
             return {"$": "np.bytes", "v": text64(bytes(value))}
-        return {"$": "np.scalar", "v": [_dtype(value.dtype, path), text64(value.tobytes())]}
+        return {"$": "np.scalar", "v": [_dtype(value.dtype, path), text64(_content(value, "C"))]}
     if type(value) is np.ndarray:
         dtype = _dtype(value.dtype, path)
         if not value.dtype.itemsize and value.size > _MOST_EMPTY:
@@ -44,9 +45,21 @@ def encode_array(value: Any, path: str) -> Json:
         order = "F" if value.flags.fnc else "C"
         return {
             "$": "np.array",
-            "v": [dtype, list(value.shape), order, text64(value.tobytes(order))],
+            "v": [dtype, list(value.shape), order, text64(_content(value, order))],
         }
     return None
+
+
+def _content(value: Any, order: str) -> bytes:
+    """Its bytes. What lies between the elements of a long double isn't theirs, and differs by process."""
+    import numpy as np
+
+    data: bytes = value.tobytes(order)
+    if value.dtype.kind in "fc" and np.finfo(value.dtype).nmant == _X87_BITS:
+        parts = np.frombuffer(bytearray(data), np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)
+        parts[:, _X87_BYTES:] = 0
+        data = parts.tobytes()
+    return data
 
 
 def _dtype(dtype: Any, path: str) -> Json:
@@ -118,7 +131,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return shape
 
 
-def _array_back(node: Any, _: Inner) -> Any:
+def _array_back(node: Any) -> Any:
     import numpy as np
 
     name, sizes, order, data = listed(node, 4)
@@ -129,7 +142,7 @@ def _array_back(node: Any, _: Inner) -> Any:
     return np.ndarray(shape, dtype, bytearray(content), order=order)
 
 
-def _scalar_back(node: Any, _: Inner) -> Any:
+def _scalar_back(node: Any) -> Any:
     import numpy as np
 
     name, data = listed(node, 2)
@@ -146,20 +159,20 @@ def _check_size(dtype: np.dtype[Any], count: int, content: bytes) -> None:
         raise ValueError(f"{len(content)} bytes for {count} elements of {dtype}")
 
 
-def _string_back(node: Any, _: Inner) -> Any:
+def _string_back(node: Any) -> Any:
     import numpy as np
 
     return np.str_(typed(node, str))
 
 
-def _bytes_back(node: Any, _: Inner) -> Any:
+def _bytes_back(node: Any) -> Any:
     import numpy as np
 
     return np.bytes_(bytes64(node))
 
 
-DECODERS: Mapping[str, Callable[[Any, Inner], Any]] = {
-    "np.dtype": lambda node, _: _dtype_back(node),
+DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "np.dtype": _dtype_back,
     "np.scalar": _scalar_back,
     "np.array": _array_back,
     "np.str": _string_back,

@@ -123,7 +123,13 @@ def _find(name: str) -> type:
 
 
 def _check_made(cls: type, bases: tuple[type, ...]) -> None:
-    """A class can be filled from outside if all that it derives from is Python's, and it has no say at the end."""
+    """A class can be filled from outside if nothing else is below its `class` statements, and it has no
+    say in how it's saved, or at its end."""
+    if _attribute_of(cls, "state_dict") is not None:
+        raise _NoSuchError(
+            "it saves itself by its state_dict(), for which it must be in a dict with string or integer "
+            "keys, a list or a tuple, and have a load_state_dict()"
+        )
     for c in cls.__mro__:
         if c not in bases and not c.__flags__ & _HEAP_TYPE:
             raise _NoSuchError(f"it derives from {c.__name__}; store its parts")
@@ -137,6 +143,8 @@ def _attribute_of(cls: type, name: str) -> Any:
 
 def _dataclass_fields(cls: type) -> tuple[str, ...]:
     _check_made(cls, (object,))
+    if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        raise _NoSuchError("it belongs into dicts with string or integer keys, lists and tuples")
     names = tuple(f.name for f in dataclasses.fields(cls))
     for n in names:
         found = _attribute_of(cls, n)

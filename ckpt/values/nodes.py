@@ -22,7 +22,7 @@ from ckpt.values.records import (
     plain,
 )
 
-_DECODERS: Mapping[str, Callable[[Any, Any], Any]] = {**standard.DECODERS, **arrays.DECODERS}
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {**standard.DECODERS, **arrays.DECODERS}
 _INSTANCES = frozenset(("dataclass", "namedtuple", "enum", "torch", "deque", *MAPPINGS.values()))
 _MOST_PLACES = (1 << 63) - 1
 
@@ -89,14 +89,14 @@ def _pairs(items: Any, path: str, depth: int) -> list[Json]:
 
 
 def _advice(value: Any) -> str:
+    if isinstance(value, int | float | complex | str | bytes | list | tuple | set | frozenset):
+        plain_type = next(t for t in type(value).__mro__ if t.__module__ == "builtins")
+        return f"store the {plain_type.__name__} that it is, as {plain_type.__name__}(value)"
     if type(value).__module__.partition(".")[0] == "torch":
         return (
             "tensors and objects with a state_dict are stored in dicts with string or integer keys, lists, "
             "tuples, dataclasses and named tuples, and of tensors only dense ones"
         )
-    if isinstance(value, int | float | complex | str | bytes | list | tuple | set | frozenset):
-        plain_type = next(t for t in type(value).__mro__ if t.__module__ == "builtins")
-        return f"store the {plain_type.__name__} that it is, as {plain_type.__name__}(value)"
     if callable(value):
         return "store its name, and look it up where you need it"
     return (
@@ -125,8 +125,8 @@ def _decode(node: Any, what: str, depth: int) -> Any:
         try:
             if kind in ("tensor", "per_rank") and isinstance(v, str):
                 return TensorRef(v) if kind == "tensor" else PerRankRef(v)
-            if kind == "tuple" and isinstance(v, list):
-                return tuple([_decode(x, what, depth + 1) for x in v])
+            if kind in standard.OF_ITEMS and isinstance(v, list):
+                return standard.OF_ITEMS[kind]([_decode(x, what, depth + 1) for x in v])
             if kind == "dict" and isinstance(v, list):
                 pairs = _decode_pairs(v, what, depth)
                 if KEYS.issuperset([type(k) for k, _ in pairs]):
@@ -137,7 +137,7 @@ def _decode(node: Any, what: str, depth: int) -> Any:
                 _check(found := Instance(kind, v[0], tuple(pairs)))
                 return found
             if kind in _DECODERS:
-                return _DECODERS[kind](v, lambda n: _decode(n, what, depth + 1))
+                return _DECODERS[kind](v)
         except (TypeError, ValueError, ArithmeticError) as e:
             told = reprlib.repr(str(e))[1:-1]
             raise CorruptError(f"{what}: a broken {kind} node: {told}") from None
@@ -182,7 +182,7 @@ def _check(value: Instance) -> None:
     else:
         fits = value.type in FACTORIES if kind == "defaultdict" else not value.type
     if not fits:
-        raise ValueError(f"no {kind}: {value!r}")
+        raise ValueError(f"no {kind} is stored as {value.type!r} with {names!r}")
 
 
 def _is_of_torch(kind: str, v: Any) -> bool:

@@ -1,8 +1,7 @@
 """Values of the standard library that aren't JSON's own: what each is as JSON, by exact type, and back.
 
 An encoder gets the value, a function that encodes what is in it, and its path for errors; a decoder gets the
-node and a function that decodes what is in it. Decoders raise TypeError, ValueError or ArithmeticError for
-what no encoder has written.
+node. Decoders raise TypeError, ValueError or ArithmeticError for what no encoder has written.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def _set(value: Any, inner: Inner, _: str) -> Json:
     return sorted(map(inner, value), key=node_text)
 
 
-def _set_back(node: Any, inner: Inner) -> set[Any]:
-    items = [inner(n) for n in typed(node, list)]
+def _set_back(items: list[Any]) -> set[Any]:
     found = set(items)
     if len(found) != len(items):
         raise ValueError("two items are equal")
@@ -125,7 +123,7 @@ def _moment_back(node: Any, kind: type[datetime] | type[time]) -> Any:
 def _same_text(kind: Callable[[str], Any], text: Callable[[Any], str] = str) -> Callable[..., Any]:
     """Decodes what must give the same text again: none but the canonical form is a value of ours."""
 
-    def back(node: Any, _: Inner) -> Any:
+    def back(node: Any) -> Any:
         value = kind(typed(node, str))
         if text(value) != node:
             raise ValueError(f"not as it is written: {node[:40]!r}")
@@ -138,7 +136,7 @@ def _path(value: PurePath, _: Inner, path: str) -> Json:
     return [type(value).__name__, plain(str(value), path)]
 
 
-def _path_back(node: Any, _: Inner) -> PurePath:
+def _path_back(node: Any) -> PurePath:
     name, text = listed(node, 2)
     if name not in _PATHS or "\0" in typed(text, str):
         raise ValueError("no path")
@@ -154,7 +152,7 @@ def _bytes_io(value: io.BytesIO, _: Inner, path: str) -> Json:
     return [text64(data), position]
 
 
-def _bytes_io_back(node: Any, _: Inner) -> io.BytesIO:
+def _bytes_io_back(node: Any) -> io.BytesIO:
     data, position = listed(node, 2)
     value = io.BytesIO(bytes64(data))
     value.seek(_seek(position))
@@ -167,7 +165,7 @@ def _string_io(value: io.StringIO, _: Inner, path: str) -> Json:
     return [plain(text, path), newline, position]
 
 
-def _string_io_back(node: Any, _: Inner) -> io.StringIO:
+def _string_io_back(node: Any) -> io.StringIO:
     text, newline, position = listed(node, 3)
     if newline not in (None, "", "\n", "\r", "\r\n"):
         raise ValueError("no newline")
@@ -216,23 +214,28 @@ ENCODERS: Mapping[type, tuple[str, Callable[[Any, Inner, str], Json]]] = {
     io.StringIO: ("StringIO", _string_io),
 }
 
-DECODERS: Mapping[str, Callable[[Any, Inner], Any]] = {
-    "float": lambda node, _: float_of(typed(node, str)),
-    "bytes": lambda node, _: bytes64(node),
-    "complex": lambda node, inner: complex(*(typed(inner(n), float) for n in listed(node, 2))),
+OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
     "set": _set_back,
-    "frozenset": lambda node, inner: frozenset(_set_back(node, inner)),
-    "bytearray": lambda node, _: bytearray(bytes64(node)),
-    "range": lambda node, _: range(*_ints(node, 3)),
-    "slice": lambda node, inner: slice(*(inner(n) for n in listed(node, 3))),
-    "Ellipsis": lambda node, _: typed(node, type(None)) or ...,
+    "frozenset": lambda items: frozenset(_set_back(items)),
+    "slice": lambda items: slice(*listed(items, 3)),
+    "complex": lambda items: complex(*(typed(n, float) for n in listed(items, 2))),
+}
+"""What a list of decoded items becomes."""
+
+DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "float": lambda node: float_of(typed(node, str)),
+    "bytes": lambda node: bytes64(node),
+    "bytearray": lambda node: bytearray(bytes64(node)),
+    "range": lambda node: range(*_ints(node, 3)),
+    "Ellipsis": lambda node: typed(node, type(None)) or ...,
     "Decimal": _same_text(Decimal),
-    "Fraction": lambda node, _: Fraction(*_ints(node, 2)),
-    "datetime": lambda node, _: _moment_back(node, datetime),
+    "Fraction": lambda node: Fraction(*_ints(node, 2)),
+    "datetime": lambda node: _moment_back(node, datetime),
     "date": _same_text(date.fromisoformat),
-    "time": lambda node, _: _moment_back(node, time),
-    "timedelta": lambda node, _: _delta_back(node),
-    "timezone": lambda node, _: _zone_back(typed(node, list)),
+    "time": lambda node: _moment_back(node, time),
+    "timedelta": lambda node: _delta_back(node),
+    "timezone": lambda node: _zone_back(typed(node, list)),
     "UUID": _same_text(uuid.UUID),
     "path": _path_back,
     "BytesIO": _bytes_io_back,
