@@ -36,10 +36,7 @@ class GivingError(Exception):
 
 
 def check_places(state: Any, loaded: Any, path: str = "") -> None:
-    """BadInputError if a part of the state can't take what it would get: a mapping that is fixed, an object
-    whose class isn't here."""
-    if not path:
-        resolve(loaded)
+    """BadInputError if a part of the state can't take what it would get, such as a mapping that is fixed."""
     if loaded is KEEP or has_state_dict(state) or isinstance(state, PerRank):
         return
     if isinstance(state, Mapping) and isinstance(loaded, Mapping):
@@ -111,7 +108,11 @@ class Giving:
         for k, v in loaded.items():
             if v is KEEP and not isinstance(state.get(k), PerRank):
                 continue
-            new = self.give(state[k], v, f"{path}.{k}" if path else str(k)) if k in state else resolve(v)
+            new = (
+                self.give(state[k], v, f"{path}.{k}" if path else str(k))
+                if k in state
+                else resolve(v)
+            )
             if k in state and new is state[k]:
                 continue  # filled in place, which a mapping that can't be changed permits too
             assert isinstance(state, MutableMapping), "check_places has seen to that"

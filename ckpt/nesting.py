@@ -176,7 +176,8 @@ def _dropped(value: Any, keep: set[str]) -> bool:
 def _has_parts(values: list[Any]) -> bool:
     """Does DCP look into this list? It does if it finds a tensor or a dict in it, at any depth."""
     return any(
-        isinstance(as_dict(v), dict | TensorRef) or (type(v) is list and _has_parts(v)) for v in values
+        isinstance(as_dict(v), dict | TensorRef) or (type(v) is list and _has_parts(v))
+        for v in values
     )
 
 

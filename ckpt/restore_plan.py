@@ -23,7 +23,7 @@ from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
-from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
 
@@ -72,7 +72,8 @@ def plan_restore(
 ) -> RestorePlan:
     """Match a state with a checkpoint. Allocates what only the checkpoint has; changes nothing.
 
-    Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have.
+    Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have, BadInputError for
+    an object whose class isn't here as it was at the save.
     """
     matching = Matching(flat, source, terms, canonical)
     stored = _with_loose(source)
@@ -81,6 +82,8 @@ def plan_restore(
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
+    for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
+        resolve(tree, path)  # what no object can be made of is refused now
     return matching.found
 
 
@@ -312,7 +315,7 @@ class Matching:
             return self.make(self.source.tensors[stored.fqn], path)
         if isinstance(stored, PerRankRef):
             own = self.source.per_rank.get(stored.fqn) if self.source.same_world else None
-            return PerRank(None if own is None else self.made(own, path))
+            return PerRank(None if own is None else resolve(self.made(own, path), path))
         if isinstance(stored, dict):
             return {k: self.made(v, f"{path}.{k}" if path else str(k)) for k, v in stored.items()}
         if type(stored) in (list, tuple):
@@ -405,7 +408,7 @@ class Matching:
                 return PerRank(None)
             own = self.source.per_rank.get(stored.fqn)
             mine = self.flat.per_rank.get(want.fqn) if isinstance(want, PerRankRef) else None
-            return PerRank(None if own is None else self.given(mine, own, path))
+            return PerRank(None if own is None else resolve(self.given(mine, own, path), path))
         if isinstance(stored, dict):
             want = as_dict(want)
             return self._given_dict(want if isinstance(want, dict) else {}, stored, path)

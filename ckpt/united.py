@@ -112,9 +112,15 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Instance) and a.like == b.like and a.kind in ("Counter", "defaultdict", "dict"):
+    if (
+        isinstance(a, Instance)
+        and a.like == b.like
+        and a.kind in ("Counter", "defaultdict", "dict")
+    ):
         return _same(dict(a.fields), dict(b.fields))  # in any order
     if type(a) in _BY_REPR:
         return repr(a) == repr(b)
     # Such as arrays, of which repr shows the first and last.
-    return json.dumps(encode_value(a), sort_keys=True) == json.dumps(encode_value(b), sort_keys=True)
+    return json.dumps(encode_value(a), sort_keys=True) == json.dumps(
+        encode_value(b), sort_keys=True
+    )

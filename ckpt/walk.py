@@ -213,9 +213,7 @@ class _Walk:
         self.per_rank[path] = self.text(value.value, path, self._rank, 0)
         return f'{{"$":"per_rank","v":{encode_basestring(path)}}}'
 
-    def mapping(
-        self, value: Mapping[Any, Any], path: str, owner: int | None, depth: int
-    ) -> str:
+    def mapping(self, value: Mapping[Any, Any], path: str, owner: int | None, depth: int) -> str:
         """The JSON of a mapping as a dict, whatever its type."""
         if type(value) is not dict and type(value) is not OrderedDict:
             value = dict(value.items())

@@ -34,7 +34,7 @@ def encode_array(value: Any, path: str) -> Json:
         return {"$": "np.dtype", "v": _dtype(value, path)}
     if isinstance(value, np.generic) and type(value) is value.dtype.type:
         if isinstance(value, np.str_):  # arrays lose the zeros at a string's end
-            return {"$": "np.str", "v": plain(str(value), path)}
+            return {"$": "np.str", "v": plain("".join(value), path)}
         if isinstance(value, np.bytes_):
             return {"$": "np.bytes", "v": text64(bytes(value))}
         return {"$": "np.scalar", "v": [_dtype(value.dtype, path), text64(_content(value, "C"))]}
@@ -51,15 +51,27 @@ def encode_array(value: Any, path: str) -> Json:
 
 
 def _content(value: Any, order: str) -> bytes:
-    """Its bytes. What lies between the elements of a long double isn't theirs, and differs by process."""
+    """Its bytes. What lies between fields, or behind a long double, isn't its own, and differs by process."""
     import numpy as np
 
-    data: bytes = value.tobytes(order)
+    data: bytes = _without_gaps(np.asarray(value)).tobytes(order)
     if value.dtype.kind in "fc" and np.finfo(value.dtype).nmant == _X87_BITS:
-        parts = np.frombuffer(bytearray(data), np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)
+        width = np.dtype(np.longdouble).itemsize
+        parts = np.frombuffer(bytearray(data), np.uint8).reshape(-1, width)
         parts[:, _X87_BYTES:] = 0
         data = parts.tobytes()
     return data
+
+
+def _without_gaps(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if value.dtype.names is None:
+        return value
+    clean = np.zeros(value.shape, value.dtype)
+    for name in value.dtype.names:
+        clean[name] = _without_gaps(value[name])
+    return clean
 
 
 def _dtype(dtype: Any, path: str) -> Json:
@@ -76,7 +88,9 @@ def _dtype(dtype: Any, path: str) -> Json:
         return [_dtype(base, path), list(shape)]
     if dtype.names is not None and dtype.type is np.void:
         if any(len(f) > 2 for f in dtype.fields.values()):
-            raise BadInputError(f"{path}: a numpy dtype with titles ({dtype}); leave the titles out")
+            raise BadInputError(
+                f"{path}: a numpy dtype with titles ({dtype}); leave the titles out"
+            )
         fields = [dtype.fields[n] for n in dtype.names]
         return {
             "names": [plain(n, path) for n in dtype.names],

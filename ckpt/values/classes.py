@@ -103,7 +103,9 @@ def resolve(value: Any, path: str = "") -> Any:
 def _name_of(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if "<locals>" in name:
-        raise _NoSuchError("its class is made in a function, where nobody finds it again; define it in a module")
+        raise _NoSuchError(
+            "its class is made in a function, where nobody finds it again; define it in a module"
+        )
     if _find(name) is not cls:
         raise _NoSuchError(f"{name} is another class by now; store it under one name")
     return name

@@ -19,7 +19,11 @@ def given(state: Any, loaded: Any, path: str) -> Any:
     if type(state) is type(loaded):
         np = sys.modules.get("numpy")
         if np is not None and type(state) is np.ndarray:
-            if state.dtype == loaded.dtype and state.shape == loaded.shape and state.flags.writeable:
+            if (
+                state.dtype == loaded.dtype
+                and state.shape == loaded.shape
+                and state.flags.writeable
+            ):
                 state[...] = loaded
                 return state
         elif type(state) is set:

@@ -58,7 +58,9 @@ class Instance:
     @property
     def walks(self) -> bool:
         """May there be tensors and objects in it? Then it is gone through like a dict."""
-        return self.kind not in ("enum", "torch") and KEYS.issuperset(type(k) for k, _ in self.fields)
+        return self.kind not in ("enum", "torch") and KEYS.issuperset(
+            type(k) for k, _ in self.fields
+        )
 
     @property
     def like(self) -> tuple[str, str]:

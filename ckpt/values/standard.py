@@ -184,7 +184,9 @@ def _state_of(value: Any, path: str) -> tuple[Any, ...]:
 
 def _check_bare(rest: Any, path: str) -> None:
     if rest:
-        raise BadInputError(f"{path}: has attributes of its own ({', '.join(rest)}); store them apart")
+        raise BadInputError(
+            f"{path}: has attributes of its own ({', '.join(rest)}); store them apart"
+        )
 
 
 def _seek(position: Any) -> int:

@@ -90,12 +90,26 @@ VALUES: list[Any] = [
     *((), [], {}, (1, True), [0.0, -0.0], [1, 1.0], {1: 1, "1": 1}, OrderedDict(a=math.nan)),
     *({True: 1}, {1.5: 1}, {None: 1}, {(1, "a"): [1]}, Counter(), Counter({(1,): 2}), {1}, 1j),
     *(np.float64(1.0), np.float32(1.0), np.arange(3), np.arange(3.0), torch.Size([2]), torch.int8),
-    *(Colour.RED, deque([1], 3), deque([1]), Pair(1, 1.0), Pair(True, [1]), Point(1, {}), {1: Colour.RED}),
+    *(
+        Colour.RED,
+        deque([1], 3),
+        deque([1]),
+        Pair(1, 1.0),
+        Pair(True, [1]),
+        Point(1, {}),
+        {1: Colour.RED},
+    ),
 ]
 REFUSED: list[Any] = [
     *(1 << 8192, "\ud800", {"\ud800": 1}, object(), {"k": object()}, lambda: 1, Pair(1, object())),
     *([1, object()], torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse()),
-    *({True: torch.zeros(1)}, {None: PerRank(1)}, {PerRank: 1}, np.array([object()]), Point(1, object())),
+    *(
+        {True: torch.zeros(1)},
+        {None: PerRank(1)},
+        {PerRank: 1},
+        np.array([object()]),
+        Point(1, object()),
+    ),
     *(OrderedDict(a=object()), defaultdict(lambda: 1), {(1,): torch.nn.Linear(1, 1)}),
     *([1 << 9000], {1 << 9000: 1}, [1, "\ud800"], torch.nn.UninitializedParameter()),
 ]
