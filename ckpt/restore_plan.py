@@ -143,7 +143,8 @@ class Matching:
 
     def _instance(self, want: Any, stored: Any, path: str) -> Any:
         """A typed collection or an object of a class, on one side or both. A value is what it was; what has
-        places in it is filled."""
+        places in it is filled.
+        """
         w, s = as_dict(want), as_dict(stored)
         if has_places(want, path, self.flat):
             if isinstance(w, dict) and isinstance(s, dict):

@@ -47,7 +47,8 @@ class UnitedValues:
 @dataclass(frozen=True)
 class _ByKeys:
     """In the place of a mapping whose keys are looked at one by one: dicts, and those that ranks fill
-    as dicts. Of anything else, such as a Counter, all ranks have the same."""
+    as dicts. Of anything else, such as a Counter, all ranks have the same.
+    """
 
     like: tuple[str, str] | None
 

@@ -1,9 +1,13 @@
 """Python values as plain JSON, and back equal in type and value, without ever running code.
 
-`encode_value` and `decode_value` know by exact type what the standard library, numpy and torch have of plain
-values; anything else is refused by name. A tensor is stored elsewhere and stands in the tree as a `TensorRef`;
-a `PerRankRef` says that each rank has its own subtree. What belongs to a class that decoding must not look up
-stands there as an `Instance`, until `resolve` makes an object of it.
+`encode_value` and `decode_value` know by exact type what the standard library, numpy and torch have of
+plain values; anything else is refused by name. A tensor is stored elsewhere and stands in the tree as a
+`TensorRef`; a `PerRankRef` says that each rank has its own subtree. What belongs to a class that decoding
+must not look up stands there as an `Instance`, until `resolve` makes an object of it.
+
+The mapping that an object's `state_dict()` returns, and that of a whole state, are dicts whatever their
+type; every other OrderedDict, Counter, defaultdict or dict is what it is. Mappings of other classes are
+stored by their items: they are filled where the state has them, and dicts elsewhere.
 """
 
 from ckpt.values.classes import instance_of, mapping_type, resolve

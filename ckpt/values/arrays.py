@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import BadInputError
 from ckpt.types import Json
@@ -42,7 +42,7 @@ def encode_array(value: Any, path: str) -> Json:
         dtype = _dtype(value.dtype, path)
         if not value.dtype.itemsize and value.size > _MOST_EMPTY:
             raise BadInputError(f"{path}: an array of {value.size} empty elements; store its shape")
-        order = "F" if value.flags.fnc else "C"
+        order: Literal["C", "F"] = "F" if value.flags.fnc else "C"
         return {
             "$": "np.array",
             "v": [dtype, list(value.shape), order, text64(_content(value, order))],
@@ -50,7 +50,7 @@ def encode_array(value: Any, path: str) -> Json:
     return None
 
 
-def _content(value: Any, order: str) -> bytes:
+def _content(value: Any, order: Literal["C", "F"]) -> bytes:
     """Its bytes. What lies between fields, or behind a long double, isn't its own, and differs by process."""
     import numpy as np
 

@@ -121,12 +121,13 @@ def _find(name: str) -> type:
         found = vars(found).get(part)
         if not isinstance(found, type):
             raise _NoSuchError(f"{module} has no class {qualname}; define it as it was at the save")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _check_made(cls: type, bases: tuple[type, ...]) -> None:
     """A class can be filled from outside if nothing else is below its `class` statements, and it has no
-    say in how it's saved, or at its end."""
+    say in how it's saved, or at its end.
+    """
     if _attribute_of(cls, "state_dict") is not None:
         raise _NoSuchError(
             "it saves itself by its state_dict(), for which it must be in a dict with string or integer "

@@ -171,7 +171,8 @@ def _string_io_back(node: Any) -> io.StringIO:
         raise ValueError("no newline")
     value = io.StringIO()
     # By the constructor its newlines would be translated once more.
-    value.__setstate__((typed(text, str), newline, _seek(position), None))
+    state = (typed(text, str), newline, _seek(position), None)
+    value.__setstate__(state)  # type: ignore[attr-defined]
     return value
 
 
@@ -227,7 +228,7 @@ OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {
 
 DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda node: float_of(typed(node, str)),
-    "bytes": lambda node: bytes64(node),
+    "bytes": bytes64,
     "bytearray": lambda node: bytearray(bytes64(node)),
     "range": lambda node: range(*_ints(node, 3)),
     "Ellipsis": lambda node: typed(node, type(None)) or ...,
@@ -236,7 +237,7 @@ DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "datetime": lambda node: _moment_back(node, datetime),
     "date": _same_text(date.fromisoformat),
     "time": lambda node: _moment_back(node, time),
-    "timedelta": lambda node: _delta_back(node),
+    "timedelta": _delta_back,
     "timezone": lambda node: _zone_back(typed(node, list)),
     "UUID": _same_text(uuid.UUID),
     "path": _path_back,

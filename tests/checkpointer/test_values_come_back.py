@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer, PerRank
+from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError
 from ckpt.events import ListSink
 from ckpt.export import export_dcp, export_torch
 from ckpt.restore import CheckpointReader
-from ckpt.catalog import Catalog
 from ckpt.storage.memory import MemoryStorage
 from tests.checkpointer.ranks import on_ranks
 from tests.unit import kinds
@@ -191,7 +191,7 @@ def test_a_scheduler_gets_the_counter_that_it_had() -> None:
 
 
 def test_dicts_and_ordered_dicts_of_tensors_are_each_others_places() -> None:
-    """As they were stored before types were, and where a model stands once itself and once by its state dict."""
+    """As they were stored before types were, and where a model stands for its state dict."""
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     stored = saved({"m": dict(model.state_dict()), "d": {"a": 1}, "e": {}})
     back = restored(stored, {"m": other.state_dict(), "d": OrderedDict(a=0), "e": OrderedDict()})

@@ -24,7 +24,7 @@ class Colour(enum.IntEnum):
     CRIMSON = 1
 
 
-class Stage(str, enum.Enum):
+class Stage(str, enum.Enum):  # noqa: UP042 - as people write it, too
     TRAIN = "train"
 
 
@@ -172,7 +172,7 @@ def same(a: Any, b: Any) -> bool:
         return struct.pack("d", a) == struct.pack("d", b)
     if isinstance(a, np.ndarray):
         if a.dtype.names is not None:  # what lies between fields has no meaning
-            return bool(a.dtype == b.dtype and a.tolist() == b.tolist())
+            return a.dtype == b.dtype and all(same(a[n], b[n]) for n in a.dtype.names)
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, np.str_ | np.bytes_):
         return list(a) == list(b)  # type: ignore[call-overload, no-any-return]
