@@ -217,6 +217,7 @@ class Checkpointer:
                 self._agree_on(tag, describe(e))
             raise
         self._agree_on(tag, {})
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -238,7 +239,7 @@ class Checkpointer:
                 raise BadInputError("restore(): give step or fresh, not both")
             if result is None:  # else they are the same values by now, on all ranks
                 self._compare_values(tag, flat.values)
-            self._begin_attempt(result.commit if result else None)
+            self._begin_attempt(result, fresh=fresh)
         if result is not None:
             self._last_step = result.step
         self._stager.guard(state)  # now, at start-up: its memory is touched once
@@ -599,6 +600,7 @@ class Checkpointer:
     def _begin_unrestored(self) -> None:
         """A first save without restore(): only on a root that has nothing to lose."""
         self._coordinator.check_place()
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -614,16 +616,29 @@ class Checkpointer:
             )
         self._begin_attempt(None)
 
-    def _begin_attempt(self, parent: CommitRef | None) -> None:
-        """Claim an epoch for all ranks, and start to be able to commit."""
+    def _check_root(self) -> None:
+        """Raise on all ranks what stands against this root, before anything is changed. Collective."""
 
-        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+        def look(_: list[dict[str, Any]]) -> None:
             check_place(self._storage)  # before the probe, which writes
             if not self._storage.probe():
                 self._sink.emit("single_writer_only", root=self._storage.url)
-            run = commit.open_run(self._storage, self._clock)
+            commit.check_run(self._storage)
+
+        self._coordinator.decide(self._round("root"), {}, look, self._config.commit_timeout_s)
+
+    def _begin_attempt(self, restored: RestoreResult | None, *, fresh: bool = False) -> None:
+        """Claim an epoch for all ranks, and start to be able to commit."""
+        parent = restored.commit if restored else None
+        world_size = restored.world_size if restored else None
+
+        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            why = commit.how_it_starts(self._storage, parent, world_size, fresh=fresh)
+            run = commit.open_run(self._storage, self._clock, self._sink)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
+            step = parent.step if parent else None
+            self._sink.emit("started", step=step, root=self._storage.url, why=why)
             return {
                 "epoch": mine.epoch,
                 "run_id": mine.run_id,

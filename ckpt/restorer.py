@@ -216,7 +216,7 @@ class Restorer:
         if step is not None:
             return [catalog.find(step)]
         try:
-            return catalog.lineage()
+            return catalog.lineage(lambda k, why: self._sink.emit("record_lost", key=k, why=why))
         except NotFoundError:
             return []  # a root that no trainer has used yet
 

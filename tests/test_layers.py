@@ -20,7 +20,7 @@ CKPT = [
     {"machine", "manifest", "nesting", "united"},
     {"index", "schema"},
     {"idmaps", "storage"},
-    {"lineage", "pins", "verify"},
+    {"identity", "lineage", "pins", "verify"},
     {"catalog", "retention"},
     {"prefetch", "survey", "written"},
     {"prune"},
