@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpt.asking import ask
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, raise_first
 from ckpt.errors import (
@@ -21,6 +22,7 @@ from ckpt.pins import Pin
 from ckpt.prefetch import Prefetch
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
+from ckpt.terms import Spell, as_argument
 from ckpt.target import (
     Mismatch,
     Source,
@@ -58,7 +60,9 @@ class Restorer:
         tag: str,
         clock: Clock | None = None,
         prefetched: Prefetch | None = None,
+        spell: Spell = as_argument,
     ) -> None:
+        self._spell = spell
         self._storage = storage
         self._prefetched = prefetched
         self._reading = prefetched or storage
@@ -112,7 +116,7 @@ class Restorer:
         if refs:
             raise CorruptError(
                 f"{self._storage.url}: none of the {len(refs)} checkpoints of this lineage verifies; "
-                f"see `ckpt verify`, or start from scratch with restore(state, fresh=True)"
+                f"see `ckpt verify`, or start from scratch with {self._spell('fresh', True)}"
             )
         return None
 
@@ -125,6 +129,7 @@ class Restorer:
             self._pin(ref)
             opened = self._open(ref, elastic=terms.elastic)
             absorbing = absorbing_prefixes(state)
+            ask(state, opened.source.values, opened.source.per_rank)
             mine: dict[str, Any] = {
                 **asdict(check(flat, opened.source, absorbing)),
                 "held": list(flat.leaves),
@@ -137,7 +142,13 @@ class Restorer:
         def agree(payloads: list[dict[str, Any]]) -> dict[str, Any]:
             raise_first(payloads)
             assert source is not None
-            return _verdict(payloads, source, ref.step, partial=terms.partial)
+            return _verdict(
+                payloads,
+                source,
+                ref.step,
+                partial=terms.partial,
+                advised=self._spell("partial", True),  # noqa: FBT003 - a term's value
+            )
 
         verdict = self._coordinator.decide(f"{terms.tag}/fits", mine, agree, self._timeout_s)
         assert opened is not None
@@ -174,7 +185,7 @@ class Restorer:
             raise BadInputError(
                 f"step {ref.step} was saved by {record.world_size} ranks, this job has {world}, and "
                 f"{', '.join(keys)} belong to single ranks; pass "
-                f"elastic=True to leave those as they are"
+                f"{self._spell('elastic', True)} to leave those as they are"
             )
         return _Opened(reader, source)
 
@@ -237,7 +248,7 @@ class _Opened:
 
 
 def _verdict(
-    payloads: list[dict[str, Any]], source: Source, step: int, *, partial: bool
+    payloads: list[dict[str, Any]], source: Source, step: int, *, partial: bool, advised: str
 ) -> dict[str, Any]:
     """Rank 0's judgement over all ranks: refuse, or which keys to make anew and which to skip."""
     found = [Mismatch(p["wrong"], p["missing"], p["unclaimed"], p["extra"]) for p in payloads]
@@ -257,8 +268,8 @@ def _verdict(
         raise refuse(
             wrong,
             step,
-            "Nothing was changed. Build the state as it was at save, or pass partial=True to leave "
-            "keys that only one side has as they are",
+            f"Nothing was changed. Build the state as it was at save, or pass {advised} to leave "
+            f"keys that only one side has as they are",
         )
     skip = sorted({*missing, *unwanted, *(k for m in found for k in m.unclaimed)})
     return {"make": make, "skip": skip}

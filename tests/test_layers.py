@@ -32,7 +32,7 @@ CKPT = [
     {"attach", "budget", "fence", "packing", "proof", "replicas", "threads"},
     {"pump", "snapshot"},
     {
-        *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
+        *("asking", "commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
         *("target", "writer"),
     },
     {"receipts", "stager"},
