@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ckpt import commit
+from ckpt.canonical import Canonical
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
@@ -54,6 +55,7 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
+from ckpt.terms import RestoreTerms
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues, without_tensors
@@ -179,6 +181,11 @@ class Checkpointer:
         step: int | None = None,
         elastic: bool = False,
         partial: bool = False,
+        exclude: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        rows: Sequence[str] = (),
+        other_optimizer: bool = False,
+        approximate: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
@@ -188,25 +195,42 @@ class Checkpointer:
             state: as for save(). Tensors are filled in place, objects get load_state_dict,
                 values inside dicts are replaced, and so is the value of each PerRank.
             step: restore this step instead of the newest; later commits become abandoned.
-            elastic: accept another number of ranks; PerRank parts then stay as they are.
-            partial: accept keys that only one side has; they stay as they are.
+            elastic: accept another number of ranks; parts of single ranks then stay as they are.
+            partial: accept keys that only one side has; those of the state stay as they are.
+            exclude: patterns of keys that aren't restored, see ckpt.terms.RestoreTerms.
+            rename: beginnings of keys in the checkpoint, and what they are in this state.
+            rows: patterns of tensors whose sizes may differ: what both have is restored.
+            other_optimizer: accept the state of another optimizer class.
+            approximate: accept optimizer state that another sharding can only approximate.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.
 
         Returns None on a root without checkpoints.
 
-        Raises BadInputError before anything is changed if names, shapes or dtypes differ, and
-        CorruptError if no checkpoint verifies. A damaged checkpoint is set aside, said in an
-        event, and the next older one is used.
+        Every rank plans, all agree, all that is needed is read and checked, and only then anything
+        changes. Raises BadInputError, on all ranks, if names, shapes, dtypes, optimizers or groups
+        differ, and CorruptError if no checkpoint verifies: nothing was changed then. A damaged
+        checkpoint is set aside, said in an event, and the next older one is used. RestoreError, on
+        all ranks, if a `load_state_dict` fails: what was changed is said.
         """
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
         self._coordinator.check_place()
+        terms = RestoreTerms(
+            partial=partial,
+            exclude=tuple(exclude),
+            rename=dict(rename or {}),
+            rows=tuple(rows),
+            elastic=elastic,
+            other_optimizer=other_optimizer,
+            approximate=approximate,
+        )
         tag = self._round("restore")
         try:
-            flat = flatten(state, self._coordinator.rank)
+            canonical = Canonical().look(state) if isinstance(state, Mapping) else Canonical()
+            flat = flatten(state, self._coordinator.rank, canonical.taken)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:
                 raise BadInputError(
@@ -233,7 +257,7 @@ class Checkpointer:
             limited(None, self._outcomes.retried),
         ):
             if not fresh:
-                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+                result = restorer.restore(state, flat, canonical, step=step, terms=terms)
             elif step is not None:
                 raise BadInputError("restore(): give step or fresh, not both")
             if result is None:  # else they are the same values by now, on all ranks

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from ckpt.canonical import Canonical
 from ckpt.errors import BadInputError
 from ckpt.manifest import canonical
 from ckpt.tree import PerRank, flatten, has_state_dict
@@ -79,6 +80,7 @@ class StateWalk:
         self._rank = rank
         self._clock = clock
         self._sink = sink
+        self._canonical = Canonical()
         self._kept: dict[str, _Named] = {}
         self._told: set[str] = set()
 
@@ -91,14 +93,15 @@ class StateWalk:
             raise BadInputError(
                 f"state is a {type(state).__name__}; give a dict of names to objects"
             )
-        walk = _Walk(self._rank, self._clock, show, self._kept)
+        taker = self._canonical.look(state)
+        walk = _Walk(self._rank, self._clock, show, self._kept, taker)
         try:
             walk.parts.values = walk.text(state, "", None, 0).encode()
             walk.parts.per_rank = {k: text.encode() for k, text in walk.per_rank.items()}
         except RecursionError:
             raise BadInputError("state: is nested too deep, or holds itself") from None
         except (NotPlainError, UnicodeEncodeError):
-            return _taken_slowly(state, self._rank)
+            return _taken_slowly(state, self._rank, taker)
         self._kept = walk.kept
         for path, values, chars, seconds in walk.large:
             if path not in self._told:
@@ -113,9 +116,15 @@ class _Walk:
     """One walk. `per_rank` are the texts of the PerRank parts; `kept` what the next walk may use."""
 
     def __init__(
-        self, rank: int, clock: Clock, show: Show | None, before: Mapping[str, _Named]
+        self,
+        rank: int,
+        clock: Clock,
+        show: Show | None,
+        before: Mapping[str, _Named],
+        taker: Canonical,
     ) -> None:
         self._rank = rank
+        self._taker = taker
         self._now = clock.monotonic
         self._show = show
         self._before = before
@@ -145,7 +154,7 @@ class _Walk:
             if self._show is not None:
                 self._show(value, path)
             self.parts.objects.append(value)
-            return self.text(value.state_dict(), path, owner, depth)
+            return self.text(self._taker.taken(value), path, owner, depth)
         if isinstance(value, Mapping):
             return self._dict(dict(value.items()), path, owner, depth)
         began_s = self._now()
@@ -258,8 +267,8 @@ def _check_depth(depth: int) -> None:
         raise NotPlainError
 
 
-def _taken_slowly(state: Mapping[str, Any], rank: int) -> Parts:
-    flat = flatten(state, rank)
+def _taken_slowly(state: Mapping[str, Any], rank: int, taker: Canonical) -> Parts:
+    flat = flatten(state, rank, taker.taken)
     leaves: Iterable[Any] = flat.leaves.values()
     return Parts(
         list(flat.leaves),
