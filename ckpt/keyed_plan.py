@@ -205,7 +205,8 @@ class _Fit:
             return m.tensor(live, stored, at)
         if live is not None:
             return m._unlike(live, stored, at)
-        if info.shape and shape and info.shape != shape:
+        # One in no group isn't trained: it stands for a wrapper's own state.
+        if info.shape and info.shape != shape and key in self._in_groups():
             m.found.claimed.add(info.fqn)
             m.found.wrong.append(
                 f"{at}: the checkpoint has {info.dtype} {list(info.shape)} for a parameter whose shape is "
@@ -294,11 +295,13 @@ class _Fit:
     def _group(self, i: int, group: Mapping[Any, Any]) -> dict[Any, Any]:
         m = self._m
         options: dict[Any, Any] = {k: m.live(v) for k, v in group.items()}
+        if m.terms.excludes(self._at(GROUPS)):
+            return options
         chosen: dict[bytes, tuple[str, Mapping[Any, Any]]] = {}
         for key in group["params"]:
             if key in self._options and (one := self._choice(key, i)) is not None:
                 chosen.setdefault(_text(one[1]), one)
-        if m.terms.excludes(self._at(GROUPS)) or not chosen:
+        if not chosen:
             return options
         if len(chosen) > 1:
             m.found.wrong.append(

@@ -16,7 +16,7 @@ import torch
 
 from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import KERNELS
-from ckpt.canonical.keyed import GROUPS, is_keyed
+from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
@@ -331,6 +331,8 @@ class Matching:
             return self._module(obj, want, stored, path)
         if is_keyed(obj) and GROUPS in want:
             return fit_keyed(self, obj, want, stored, path)
+        if CLASS in want and isinstance(stored.get(GROUPS), dict) and "param_groups" in want:
+            stored = plain_of(stored)
         if CLASS in want and "param_groups" in want and "param_groups" in stored:
             return fit_optimizer(self, obj, want, stored, path)
         return self.given(want, stored, path)

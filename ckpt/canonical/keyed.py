@@ -51,6 +51,21 @@ def groups(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
+def plain_of(stored: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The stored state of a keyed optimizer as that of one plain optimizer; of all ranks together."""
+    listed = [g for of_rank in stored[GROUPS].values() for g in of_rank]
+    seen: set[str] = set()
+    merged = []
+    for group in listed:
+        new = [k for k in group["params"] if k not in seen]
+        seen.update(new)
+        if new:
+            merged.append({k: v for k, v in group.items() if k != CLASS} | {"params": new})
+    state = {k: v for k, v in stored["state"].items() if k in seen}
+    kinds = dict.fromkeys(str(g[CLASS]) for g in listed)
+    return {CLASS: " and ".join(kinds), "state": state, "param_groups": merged}
+
+
 def groups_of(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(innermost keyed optimizer, one of its live groups)."""
     for _, one in nest(optimizer):
@@ -119,7 +134,15 @@ def give_keyed(optimizer: Any, loaded: Mapping[str, Any]) -> None:
         for key, entry in loaded.get(WRAPPERS, {}).get(place, {}).items():
             one.state[one.params[key]] = entry
     for (_, group), options in zip(groups_of(optimizer), loaded.get(GROUPS, ()), strict=False):
-        group.update({k: v for k, v in options.items() if k not in (CLASS, "params")})
+        for name, value in options.items():
+            if name not in (CLASS, "params") and not _is_filled(group.get(name), value):
+                group[name] = value
+
+
+def _is_filled(live: Any, given: Any) -> bool:
+    """Has a tensor, such as a learning rate, its value already? Then it stays the object that it is."""
+    tensors = isinstance(live, torch.Tensor) and isinstance(given, torch.Tensor)
+    return tensors and live.data_ptr() == given.data_ptr()
 
 
 def _make_alike(home: Any, parameter: Any, entry: Mapping[str, Any] | None) -> None:
