@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    WeightDecayMode,
+)
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -100,6 +104,7 @@ def build(
     tables: dict[str, str],
     dense: Callable[[Any], torch.optim.Optimizer],
     fused: type[torch.optim.Optimizer] = RowWiseAdagrad,
+    fused_params: dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """(model, fused optimizer, dense one). tables: name -> a way of WAYS."""
     torch.manual_seed(5)
@@ -118,7 +123,7 @@ def build(
         {"lr": 0.2},
     )
     dlrm = DLRM(collection, DENSE_IN, [16, DIM], [16, 1], dense_device=CPU)
-    sharder = EmbeddingBagCollectionSharder()
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     plan = construct_module_sharding_plan(
         collection,
         per_param_sharding={name: WAYS[way]() for name, way in tables.items()},
@@ -176,6 +181,23 @@ def dlrm(dense: Callable[[Any], torch.optim.Optimizer], *, groups: bool = False)
 
 def plain_sgd() -> Life:
     model, fused, rest = build(EVERY_WAY | {"t_dp": "t_rw"}, sgd, torch.optim.SGD)
+    optimizer = CombinedOptimizer([fused, rest])
+    return Life(model, optimizer, None, {"model": model, "optimizer": optimizer})
+
+
+def counted() -> Life:
+    """Rows decay by how often they, and all, were looked up."""
+    how = CounterBasedRegularizationDefinition(counter_halflife=4, adjustment_iter=0)
+    model, fused, rest = build(
+        EVERY_WAY,
+        adam,
+        fused_params={
+            "weight_decay": 0.1,
+            "weight_decay_mode": WeightDecayMode.COUNTER,
+            "counter_based_regularization": how,
+        },
+    )
+    assert all(k._used_rowwise_adagrad_with_counter for k in kernels_of(model))
     optimizer = CombinedOptimizer([fused, rest])
     return Life(model, optimizer, None, {"model": model, "optimizer": optimizer})
 
@@ -267,6 +289,7 @@ def main() -> None:
     exact(partial(dlrm, adam), f"{root}/adam", STEPS, KILLED_AT)
     exact(partial(dlrm, adagrad, groups=True), f"{root}/groups", 30, (10,))
     exact(plain_sgd, f"{root}/sgd", 10, (4,))
+    exact(counted, f"{root}/counted", 20, (6,))
     exact(warm_around_dense, f"{root}/warm_dense", 20, (1, 12))
     exact(warm_around_all, f"{root}/warm_all", 20, (1, 12))
     leave()
