@@ -167,8 +167,8 @@ class _Fit:
         if not here and stored and not self._makes_state(key):
             self._m.claim(stored)
             self._m.found.wrong.append(
-                f"{at}: the checkpoint has {_few(list(stored))}, and the optimizer here keeps no state of "
-                f"it; leave it out with exclude"
+                f"{at}: the checkpoint has {_few(list(stored))}, and the optimizer here has no state of it; "
+                f"call its init_state() before restore(), or leave it out with exclude"
             )
             return _ABSENT
         out = {
@@ -183,6 +183,8 @@ class _Fit:
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""
         m = self._m
+        if m.terms.excludes(at) and live is not None:
+            return m.kept(live, stored, at) and m.live(live)
         if isinstance(stored, dict) and live is None:
             m.claim(stored)
             m.found.wrong.append(

@@ -44,21 +44,13 @@ class Kernels:
 
         names, tensors: those of the state, as its objects gave them.
         """
-        kernels = list(self.living)
-        if not kernels:
-            return []
-        return [
-            {TABLES: list(keys), **_read(kernel)}
-            for kernel, keys in self._find(kernels, names, tensors)
-        ]
+        return [{TABLES: list(keys), **_read(kernel)} for kernel, keys in self.find(names, tensors)]
 
     def find(self, names: list[str], tensors: Sequence[Any]) -> list[tuple[Any, list[str]]]:
         """(kernel, keys of its tables in the state)."""
-        return self._find(list(self.living), names, tensors)
-
-    def _find(
-        self, kernels: list[nn.Module], names: list[str], tensors: Sequence[Any]
-    ) -> list[tuple[Any, list[str]]]:
+        kernels = list(self.living)
+        if not kernels:
+            return []
         places = {id(k): _places(k) for k in kernels}
         known = self._known
         if known is None or known.places != places or not known.holds(names, tensors):
@@ -79,9 +71,8 @@ class _Known:
     ) -> None:
         self.places = places
         self._names = list(names)
-        self._at: dict[
-            int, list[int]
-        ] = {}  # by number of the tensor: where its parts that are tables are
+        # By number of the tensor: where its parts are, if they are tables.
+        self._at: dict[int, list[int]] = {}
         homes: dict[int, list[str]] = {}
         owners = {t.data_ptr(): id(k) for k in kernels for t in _weights_of(k) if t.numel()}
         for n, (name, tensor) in enumerate(zip(names, tensors, strict=True)):

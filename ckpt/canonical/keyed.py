@@ -24,8 +24,7 @@ WRAPPERS = "wrappers"
 
 def is_keyed(value: Any) -> bool:
     """Is it a `torchrec.optim.keyed.KeyedOptimizer`, whatever it wraps or combines?"""
-    kind = getattr(sys.modules.get("torchrec.optim.keyed"), "KeyedOptimizer", None)
-    return kind is not None and isinstance(value, kind)
+    return _is_a(value, "KeyedOptimizer")
 
 
 def taken_keyed(tree: Any, optimizer: Any, rank: int) -> Any:
@@ -92,12 +91,13 @@ def kind_of(leaf: Any) -> str:
     kernel, inner = getattr(leaf, "_emb_module", None), getattr(leaf, "_optimizer", None)
     if kernel is not None and hasattr(kernel, "optimizer"):
         return f"fbgemm.{getattr(kernel.optimizer, 'name', kernel.optimizer)}"
-    return class_of(leaf if inner is None else inner)
+    return class_of(inner if makes_state(leaf) else leaf)
 
 
 def makes_state(leaf: Any) -> bool:
     """Is it around an optimizer that makes the state of a parameter at its first step?"""
-    return isinstance(getattr(leaf, "_optimizer", None), torch.optim.Optimizer)
+    inner = getattr(leaf, "_optimizer", None)
+    return isinstance(inner, torch.optim.Optimizer) and not is_keyed(inner)
 
 
 def nest(optimizer: Any, place: str = "optimizer") -> Iterator[tuple[str, Any]]:
@@ -172,9 +172,14 @@ def _inner(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """The keyed optimizers that one wraps or combines, and where it has them."""
     if _combines(optimizer):
         yield from ((str(i), one) for i, (_, one) in enumerate(optimizer._optims))
-    elif is_keyed(one := getattr(optimizer, "_optimizer", None)):
-        yield "_optimizer", one
+    elif _is_a(optimizer, "OptimizerWrapper"):
+        yield "_optimizer", optimizer._optimizer
 
 
 def _combines(optimizer: Any) -> bool:
-    return isinstance(getattr(optimizer, "_optims", None), list)
+    return _is_a(optimizer, "CombinedOptimizer")
+
+
+def _is_a(value: Any, name: str) -> bool:
+    kind = getattr(sys.modules.get("torchrec.optim.keyed"), name, None)
+    return kind is not None and isinstance(value, kind)

@@ -272,6 +272,33 @@ def test_renamed_parameters_bring_their_state_and_groups() -> None:
     assert float(new["optimizer"].state[new["model"].new]["step"]) == 2.0
 
 
+def test_a_keyed_optimizer_of_another_kind_keeps_its_groups() -> None:
+    """Its state isn't where that of a wrapped optimizer is: it must have made it before."""
+    semi_sync = pytest.importorskip("torchrec.optim.semi_sync")
+
+    def made() -> Any:
+        local = wrapped(adam, *ALL)
+        params = list(local.params.values())
+        outer = keyed.KeyedOptimizerWrapper(
+            local.params, lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)
+        )
+        return semi_sync.SemisyncOptimizer(params, local, outer, num_local_steps=1)
+
+    storage, trained = MemoryStorage(), made()
+    for inner in (trained._optimizer, trained._global_optimizer):
+        set_lr(stepped(inner, 2), 0.3)
+    save(storage, trained)
+    fresh = made()
+    with pytest.raises(BadInputError, match=r"call its init_state\(\) before"):
+        restore(storage, fresh)
+    for inner in (fresh._optimizer, fresh._global_optimizer):
+        stepped(inner)
+    restore(storage, fresh)
+    assert lr_of(fresh) == [0.3, 0.3]
+    assert alike(fresh._optimizer, trained._optimizer)
+    assert alike(fresh._global_optimizer, trained._global_optimizer)
+
+
 def alike(a: Any, b: Any) -> bool:
     """Equal in state, down to its keys."""
     return a.state_dict()["state"].keys() == b.state_dict()["state"].keys() and all(

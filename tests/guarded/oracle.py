@@ -32,7 +32,9 @@ class Oracle:
         stored = reader(storage, step)
         if alone:
             assert set(stored.tensors) == set(self.boxes)
-            values = {k: v for k, v in stored.values().items() if k != KERNELS}  # no part of the state
+            values = {
+                k: v for k, v in stored.values().items() if k != KERNELS
+            }  # no part of the state
             assert encode_value(values) == self.values
         for fqn, boxes in self.boxes.items():
             for offsets, want in boxes:
