@@ -24,6 +24,7 @@ import torch
 
 from ckpt import commit
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
@@ -111,7 +112,8 @@ class Checkpointer:
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
         self._told_no_metric = False
-        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink)
+        self._kernels = Kernels()
+        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink, self._kernels)
         self._layout: Layout | None = None  # of the last save, which `_plan` is for
         self._plan: RankPlan | None = None
         self._replica_check: tuple[Layout, ReplicaCheck] | None = None
@@ -134,6 +136,7 @@ class Checkpointer:
             untracked=self._outcomes.untracked,
             hurry=self._engine.threads.hurry,
             lift=self._engine.threads.lift,
+            living=self._kernels.living,
         )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
@@ -233,7 +236,9 @@ class Checkpointer:
         )
         tag = self._round("restore")
         try:
-            canonical = Canonical().look(state) if isinstance(state, Mapping) else Canonical()
+            canonical = Canonical(self._coordinator.rank, self._kernels)
+            if isinstance(state, Mapping):
+                canonical.look(state)
             flat = flatten(state, self._coordinator.rank, canonical.taken)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:

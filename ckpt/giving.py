@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from ckpt.canonical.keyed import GROUPS, give_keyed, is_keyed
 from ckpt.canonical.optimizers import is_optimizer, keep_dtypes
 from ckpt.errors import BadInputError
 from ckpt.tree import PerRank, has_state_dict
@@ -143,6 +144,10 @@ class Giving:
             loaded = OrderedDict(loaded)
             loaded._metadata = getattr(value.state_dict(), "_metadata", None)
         try:
+            if is_keyed(value) and isinstance(loaded, Mapping) and GROUPS in loaded:
+                give_keyed(value, loaded)
+                self.given.append(path)
+                return
             value.load_state_dict(loaded)
             if is_optimizer(value) and isinstance(loaded, Mapping) and "state" in loaded:
                 keep_dtypes(value, loaded)

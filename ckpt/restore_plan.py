@@ -15,10 +15,14 @@ from typing import Any
 import torch
 
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import KERNELS
+from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
 from ckpt.index import TensorInfo
+from ckpt.kernel_plan import fit_kernels
+from ckpt.keyed_plan import fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms, Spell, as_argument
@@ -65,6 +69,7 @@ class RestorePlan:
     kept: list[str] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
 
 def plan_restore(
@@ -80,10 +85,15 @@ def plan_restore(
     """
     matching = Matching(flat, source, terms, canonical, spell)
     stored = _with_loose(source)
+    beside = {}
+    if isinstance(stored, dict) and KERNELS in stored:
+        beside = stored[KERNELS]
+        stored = {k: v for k, v in stored.items() if k != KERNELS}
     if terms.rename:
         stored = renamed(stored, flat.values, terms)
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
+    matching.found.kernels = fit_kernels(matching, beside)
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
     return matching.found
 
@@ -329,6 +339,10 @@ class Matching:
             )
         if isinstance(obj, torch.nn.Module):
             return self._module(obj, want, stored, path)
+        if is_keyed(obj) and GROUPS in want:
+            return fit_keyed(self, obj, want, stored, path)
+        if CLASS in want and isinstance(stored.get(GROUPS), dict) and "param_groups" in want:
+            stored = plain_of(stored)
         if CLASS in want and "param_groups" in want and "param_groups" in stored:
             return fit_optimizer(self, obj, want, stored, path)
         return self.given(want, stored, path)

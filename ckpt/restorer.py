@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import give_kernel
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, raise_first
 from ckpt.errors import (
@@ -187,6 +188,8 @@ class Restorer:
         try:
             reader.fill(_targets(p for p in plan.pieces if not p.ours))
             giving.give(state, plan.tree)
+            for kernel, values in plan.kernels:
+                give_kernel(kernel, values)
         except GivingError as e:
             raise RestoreError(
                 f"step {step}: {e}. Its tensors and those of {len(plan.pieces)} keys were filled, and "

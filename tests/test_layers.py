@@ -33,8 +33,9 @@ CKPT = [
     {"chunks", "pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
-        *("giving", "optimizer_plan", "pieces", "writer"),
+        *("giving", "kernel_plan", "optimizer_plan", "pieces", "writer"),
     },
+    {"keyed_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
     {"engine", "export", "persist", "restorer"},
