@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from ckpt import commit
+from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
@@ -54,6 +56,7 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues, without_tensors
@@ -78,6 +81,7 @@ class Checkpointer:
             torch.distributed, or a single process where it isn't initialised.
         sink: receives events; by default they go to the `sidestage` logger.
         annotations: strings that every commit carries, such as a serving description's id.
+        spell: how the caller writes what a refused restore advises, if not as an argument of restore().
 
     Raises:
         BadInputError, StorageError: the root can't be used.
@@ -94,7 +98,9 @@ class Checkpointer:
         sink: EventSink | None = None,
         clock: Clock | None = None,
         annotations: Mapping[str, str] | None = None,
+        spell: Spell = as_argument,
     ) -> None:
+        self._spell = spell
         self._config = config or CheckpointConfig()
         self._storage = storage_of(root)
         self._clock = clock or SystemClock()
@@ -105,7 +111,9 @@ class Checkpointer:
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
-        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink)
+        self._told_no_metric = False
+        self._kernels = Kernels()
+        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink, self._kernels)
         self._layout: Layout | None = None  # of the last save, which `_plan` is for
         self._plan: RankPlan | None = None
         self._replica_check: tuple[Layout, ReplicaCheck] | None = None
@@ -128,6 +136,7 @@ class Checkpointer:
             untracked=self._outcomes.untracked,
             hurry=self._engine.threads.hurry,
             lift=self._engine.threads.lift,
+            living=self._kernels.living,
         )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
@@ -179,6 +188,11 @@ class Checkpointer:
         step: int | None = None,
         elastic: bool = False,
         partial: bool = False,
+        exclude: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        rows: Sequence[str] = (),
+        other_optimizer: bool = False,
+        approximate: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
@@ -188,25 +202,44 @@ class Checkpointer:
             state: as for save(). Tensors are filled in place, objects get load_state_dict,
                 values inside dicts are replaced, and so is the value of each PerRank.
             step: restore this step instead of the newest; later commits become abandoned.
-            elastic: accept another number of ranks; PerRank parts then stay as they are.
-            partial: accept keys that only one side has; they stay as they are.
+            elastic: accept another number of ranks; parts of single ranks then stay as they are.
+            partial: accept keys that only one side has; those of the state stay as they are.
+            exclude: patterns of keys that aren't restored, see ckpt.terms.RestoreTerms.
+            rename: beginnings of keys in the checkpoint, and what they are in this state.
+            rows: patterns of tensors whose sizes may differ: what both have is restored.
+            other_optimizer: accept the state of another optimizer class.
+            approximate: accept optimizer state that another sharding can only approximate.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.
 
         Returns None on a root without checkpoints.
 
-        Raises BadInputError before anything is changed if names, shapes or dtypes differ, and
-        CorruptError if no checkpoint verifies. A damaged checkpoint is set aside, said in an
-        event, and the next older one is used.
+        Every rank plans, all agree, all that is needed is read and checked, and only then anything
+        changes. Raises BadInputError, on all ranks, if names, shapes, dtypes, optimizers or groups
+        differ, and CorruptError if no checkpoint verifies: nothing was changed then. A damaged
+        checkpoint is set aside, said in an event, and the next older one is used. RestoreError, on
+        all ranks, if a `load_state_dict` fails: what was changed is said.
         """
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
         self._coordinator.check_place()
+        terms = RestoreTerms(
+            partial=partial,
+            exclude=tuple(exclude),
+            rename=dict(rename or {}),
+            rows=tuple(rows),
+            elastic=elastic,
+            other_optimizer=other_optimizer,
+            approximate=approximate,
+        )
         tag = self._round("restore")
         try:
-            flat = flatten(state, self._coordinator.rank)
+            canonical = Canonical(self._coordinator.rank, self._kernels)
+            if isinstance(state, Mapping):
+                canonical.look(state)
+            flat = flatten(state, self._coordinator.rank, canonical.taken)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:
                 raise BadInputError(
@@ -225,6 +258,7 @@ class Checkpointer:
             timeout_s=self._config.commit_timeout_s,
             tag=tag,
             prefetched=prefetched,
+            spell=self._spell,
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
@@ -234,7 +268,7 @@ class Checkpointer:
             limited(None, self._outcomes.retried),
         ):
             if not fresh:
-                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+                result = restorer.restore(state, flat, canonical, step=step, terms=terms)
             elif step is not None:
                 raise BadInputError("restore(): give step or fresh, not both")
             if result is None:  # else they are the same values by now, on all ranks
@@ -488,6 +522,9 @@ class Checkpointer:
         try:
             done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
             self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+            if done.no_metric and not self._told_no_metric:
+                self._told_no_metric = True
+                self._sink.emit("keep_best_without_metric", **done.no_metric)
         except Exception as e:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 

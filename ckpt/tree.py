@@ -8,8 +8,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,10 +63,16 @@ class FlatState:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     values: Any = None
     per_rank: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    """Those that saved themselves, by their path."""
 
 
-def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
+def flatten(
+    state: Mapping[str, Any], rank: int, taken: Callable[[Any], Any] | None = None
+) -> FlatState:
     """Take `state` apart without copying a tensor.
+
+    taken: the state of an object that saves itself, by default what its `state_dict()` gives.
 
     Raises BadInputError naming the key of whatever can't be stored: a meta tensor, a storage
     smaller than its shape, a sparse or quantised layout, an object that only pickle could save.
@@ -76,41 +81,54 @@ def flatten(state: Mapping[str, Any], rank: int) -> FlatState:
         raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
     flat = FlatState()
     try:
-        flat.values = _flatten(state, "", None, rank, flat)
+        flat.values = _Flattening(rank, taken or _state_dict_of, flat).tree(state, "", None)
     except RecursionError:
         raise BadInputError("state: is nested too deep, or holds itself") from None
     return flat
 
 
-def _flatten(value: Any, path: str, owner: int | None, rank: int, flat: FlatState) -> Any:
-    """The value tree of `value`; `owner` is the rank inside a PerRank part, else None."""
-    if isinstance(value, PerRank):
-        if owner is not None:
-            raise BadInputError(f"{path}: PerRank inside PerRank")
-        if path in flat.per_rank:
-            raise BadInputError(f"{path}: two PerRank parts of the state have this key; rename one")
-        flat.per_rank[path] = _flatten(value.value, path, rank, rank, flat)
-        return PerRankRef(path)
-    if isinstance(value, torch.Tensor | ShardedTensor):
-        leaf = leaf_of(
-            path if owner is None else f"{path}@{owner}", value, per_rank=owner is not None
-        )
-        if leaf.fqn in flat.leaves:
-            raise BadInputError(f"{leaf.fqn}: two tensors of the state have this key; rename one")
-        flat.leaves[leaf.fqn] = leaf
-        return TensorRef(leaf.fqn)
-    if has_state_dict(value):
-        return _flatten(value.state_dict(), path, owner, rank, flat)
-    if isinstance(value, Mapping):
-        return {
-            k: _flatten(v, f"{path}.{k}" if path else str(k), owner, rank, flat)
-            for k, v in value.items()
-        }
-    if type(value) in (list, tuple):
-        return type(value)(
-            _flatten(v, f"{path}.{i}", owner, rank, flat) for i, v in enumerate(value)
-        )
-    return value
+def _state_dict_of(value: Any) -> Any:
+    return value.state_dict()
+
+
+class _Flattening:
+    """Fills `flat` while it makes value trees of the parts of a state."""
+
+    def __init__(self, rank: int, taken: Callable[[Any], Any], flat: FlatState) -> None:
+        self._rank, self._taken, self._flat = rank, taken, flat
+
+    def tree(self, value: Any, path: str, owner: int | None) -> Any:
+        """The value tree of `value`; `owner` is the rank inside a PerRank part, else None."""
+        flat = self._flat
+        if isinstance(value, PerRank):
+            if owner is not None:
+                raise BadInputError(f"{path}: PerRank inside PerRank")
+            if path in flat.per_rank:
+                raise BadInputError(
+                    f"{path}: two PerRank parts of the state have this key; rename one"
+                )
+            flat.per_rank[path] = self.tree(value.value, path, self._rank)
+            return PerRankRef(path)
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            leaf = leaf_of(
+                path if owner is None else f"{path}@{owner}", value, per_rank=owner is not None
+            )
+            if leaf.fqn in flat.leaves:
+                raise BadInputError(
+                    f"{leaf.fqn}: two tensors of the state have this key; rename one"
+                )
+            flat.leaves[leaf.fqn] = leaf
+            return TensorRef(leaf.fqn)
+        if has_state_dict(value):
+            flat.objects.setdefault(path, value)
+            return self.tree(self._taken(value), path, owner)
+        if isinstance(value, Mapping):
+            return {
+                k: self.tree(v, f"{path}.{k}" if path else str(k), owner) for k, v in value.items()
+            }
+        if type(value) in (list, tuple):
+            return type(value)(self.tree(v, f"{path}.{i}", owner) for i, v in enumerate(value))
+        return value
 
 
 def has_state_dict(value: Any) -> bool:
@@ -268,66 +286,3 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = tensor.reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
-
-
-def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> Any:
-    """Give restored values back to `state`, in place; returns what replaces `state` itself.
-
-    Objects get `load_state_dict`, dicts get their values replaced, PerRank its value. `loaded` is
-    the value tree with tensors in it; PerRankRefs in it that `per_rank` lacks are left as they were.
-    """
-    if isinstance(state, PerRank):
-        if path in per_rank:
-            state.value = assign(state.value, per_rank[path], {}, path)
-        return state
-    if isinstance(state, torch.Tensor | ShardedTensor):
-        return state  # was filled in place
-    if has_state_dict(state):
-        loaded = _rewrap(loaded, per_rank)
-        if isinstance(state, torch.nn.Module):
-            # Modules' versions ride on the mapping; without them a newer module takes itself for old.
-            loaded = OrderedDict(loaded)
-            loaded._metadata = getattr(state.state_dict(), "_metadata", None)
-        state.load_state_dict(loaded)
-        return state
-    if isinstance(state, Mapping) and isinstance(loaded, Mapping):
-        for k, v in loaded.items():
-            sub = f"{path}.{k}" if path else str(k)
-            if k not in state and isinstance(v, PerRankRef) and v.fqn not in per_rank:
-                continue  # another world's: it belongs to nobody here
-            new = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
-            if k in state and new is state[k]:
-                continue  # filled in place, which a mapping that can't be changed permits too
-            if not isinstance(state, MutableMapping):
-                raise BadInputError(
-                    f"{sub}: can't be put back into a {type(state).__name__}; give a dict"
-                )
-            state[k] = new
-        return state
-    if type(state) in (list, tuple) and type(loaded) is type(state) and len(state) == len(loaded):
-        items = [
-            assign(s, v, per_rank, f"{path}.{i}")
-            for i, (s, v) in enumerate(zip(state, loaded, strict=True))
-        ]
-        if isinstance(state, list):
-            state[:] = items
-            return state
-        return tuple(items)
-    return loaded
-
-
-def _rewrap(loaded: Any, per_rank: Mapping[str, Any]) -> Any:
-    """A value tree as `state_dict` had returned it: PerRank parts wrapped again."""
-    return substitute(
-        loaded,
-        lambda leaf: PerRank(per_rank.get(leaf.fqn)) if isinstance(leaf, PerRankRef) else leaf,
-    )
-
-
-def substitute(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """A copy of a nested value with `fn` applied to each leaf."""
-    if isinstance(value, dict):
-        return {k: substitute(v, fn) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(substitute(v, fn) for v in value)
-    return fn(value)
