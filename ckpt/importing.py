@@ -31,6 +31,7 @@ from ckpt.events import LogSink
 from ckpt.finish import finish_newest
 from ckpt.foreign import Foreign, Piece
 from ckpt.index import TensorKind
+from ckpt.lineage import Tree
 from ckpt.manifest import AttemptRecord, canonical
 from ckpt.receipts import (
     SaveTerms,
