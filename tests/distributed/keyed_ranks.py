@@ -185,11 +185,11 @@ def plain_sgd() -> Life:
     return Life(model, optimizer, None, {"model": model, "optimizer": optimizer})
 
 
-def counted() -> Life:
+def counted(tables: dict[str, str] = EVERY_WAY) -> Life:
     """Rows decay by how often they, and all, were looked up."""
     how = CounterBasedRegularizationDefinition(counter_halflife=4, adjustment_iter=0)
     model, fused, rest = build(
-        EVERY_WAY,
+        tables,
         adam,
         fused_params={
             "weight_decay": 0.1,
@@ -243,6 +243,37 @@ def exact(make: Callable[[], Life], root: str, steps: int, kills: tuple[int, ...
         check_equal(entries(life.state, rank), end)
 
 
+def counts_of_rows_move(root: str) -> None:
+    """A state without the fused optimizer has the counts of rows nevertheless, at any sharding."""
+    rank = dist.get_rank()
+    moved = {"t_tw0": "t_rw", "t_tw1": "t_cw", "t_rw": "t_tw1", "t_cw": "t_tw0", "t_dp": "t_dp"}
+    life, again, sharded = counted(), counted(), counted(moved)
+    life.train(rank, 0, 6)
+    with Checkpointer(root, CONFIG) as c:
+        c.save(6, {"model": life.model}).committed.result(DEADLINE_S)
+    for other in (again, sharded):
+        with Checkpointer(root, CONFIG) as c:
+            assert c.restore({"model": other.model}) is not None
+        assert row_counts(other.model) == row_counts(life.model)
+        assert set(counts(other.model)) == set(counts(life.model))
+
+
+def row_counts(model: Any) -> dict[tuple[str, int], tuple[float, float]]:
+    """On all ranks: by table and row, the last step and the count of its lookups."""
+    mine = {}
+    for lookup in model.module.model.sparse_arch.embedding_bag_collection._lookups:
+        for group in getattr(lookup, "module", lookup)._emb_modules:
+            state = getattr(group._emb_module, "get_optimizer_state", list)()
+            for config, one in zip(group._config.embedding_tables, state, strict=False):
+                first = config.local_metadata.shard_offsets[0]
+                both = zip(one["prev_iter"].tolist(), one["row_counter"].tolist(), strict=True)
+                mine.update({(config.name, first + i): v for i, v in enumerate(both)})
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, mine)
+    assert any(count for _, count in mine.values())
+    return {**found[0], **found[1]}
+
+
 def resume(life: Life, root: str) -> None:
     with Checkpointer(root, CONFIG) as c:
         assert c.restore(life.state) is not None
@@ -289,6 +320,7 @@ def main() -> None:
     exact(partial(dlrm, adam), f"{root}/adam", STEPS, KILLED_AT)
     exact(partial(dlrm, adagrad, groups=True), f"{root}/groups", 30, (10,))
     exact(plain_sgd, f"{root}/sgd", 10, (4,))
+    counts_of_rows_move(f"{root}/moved")
     exact(counted, f"{root}/counted", 20, (6,))
     exact(warm_around_dense, f"{root}/warm_dense", 20, (1, 12))
     exact(warm_around_all, f"{root}/warm_all", 20, (1, 12))
