@@ -56,7 +56,7 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues, without_tensors
@@ -81,6 +81,7 @@ class Checkpointer:
             torch.distributed, or a single process where it isn't initialised.
         sink: receives events; by default they go to the `sidestage` logger.
         annotations: strings that every commit carries, such as a serving description's id.
+        spell: how the caller writes what a refused restore advises, if not as an argument of restore().
 
     Raises:
         BadInputError, StorageError: the root can't be used.
@@ -97,7 +98,9 @@ class Checkpointer:
         sink: EventSink | None = None,
         clock: Clock | None = None,
         annotations: Mapping[str, str] | None = None,
+        spell: Spell = as_argument,
     ) -> None:
+        self._spell = spell
         self._config = config or CheckpointConfig()
         self._storage = storage_of(root)
         self._clock = clock or SystemClock()
@@ -108,6 +111,7 @@ class Checkpointer:
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
+        self._told_no_metric = False
         self._kernels = Kernels()
         self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink, self._kernels)
         self._layout: Layout | None = None  # of the last save, which `_plan` is for
@@ -253,6 +257,7 @@ class Checkpointer:
             timeout_s=self._config.commit_timeout_s,
             tag=tag,
             prefetched=prefetched,
+            spell=self._spell,
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
@@ -516,6 +521,9 @@ class Checkpointer:
         try:
             done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
             self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+            if done.no_metric and not self._told_no_metric:
+                self._told_no_metric = True
+                self._sink.emit("keep_best_without_metric", **done.no_metric)
         except Exception as e:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 

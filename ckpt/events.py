@@ -22,6 +22,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `not_restored` | step, keys |
 | `checkpoint_set_aside` | step, epoch, error |
 | `pruned`, `prune_failed` | steps; error, problems |
+| `keep_best_without_metric` | metric, checkpoints, annotations: no commit has it, so all are kept; once |
 | `single_writer_only` | root |
 """
 
@@ -44,6 +45,7 @@ _WARN = frozenset(
         "checkpoint_set_aside",
         "not_restored",
         "prune_failed",
+        "keep_best_without_metric",
         "single_writer_only",
     }
 )

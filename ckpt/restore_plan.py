@@ -25,7 +25,7 @@ from ckpt.kernel_plan import fit_kernels
 from ckpt.keyed_plan import fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import PerRankRef, TensorRef, iter_leaves
 
@@ -73,13 +73,17 @@ class RestorePlan:
 
 
 def plan_restore(
-    flat: FlatState, source: Source, terms: RestoreTerms, canonical: Canonical
+    flat: FlatState,
+    source: Source,
+    terms: RestoreTerms,
+    canonical: Canonical,
+    spell: Spell = as_argument,
 ) -> RestorePlan:
     """Match a state with a checkpoint. Allocates what only the checkpoint has; changes nothing.
 
     Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have.
     """
-    matching = Matching(flat, source, terms, canonical)
+    matching = Matching(flat, source, terms, canonical, spell)
     stored = _with_loose(source)
     beside = {}
     if isinstance(stored, dict) and KERNELS in stored:
@@ -105,8 +109,14 @@ class Matching:
     """One plan in the making, along the trees of a state ("want") and of a checkpoint ("stored")."""
 
     def __init__(
-        self, flat: FlatState, source: Source, terms: RestoreTerms, canonical: Canonical
+        self,
+        flat: FlatState,
+        source: Source,
+        terms: RestoreTerms,
+        canonical: Canonical,
+        spell: Spell,
     ) -> None:
+        self.spell = spell
         self.flat = flat
         self.source = source
         self.terms = terms

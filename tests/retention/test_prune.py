@@ -304,7 +304,9 @@ def test_another_commit_under_the_same_key_is_left_alone() -> None:
 
 def test_records_are_read_and_verified_once() -> None:
     faulty = FaultyStorage(MemoryStorage())
-    run = Run(faulty, *range(1, 9))
+    run = Run(faulty)
+    for step in range(1, 9):
+        run.commit(1, step, annotations={"loss": str(step)})
     policy = RetentionPolicy(keep_last=2, keep_every=2, keep_best=KeepBest("loss"))
     pruner = Pruner(faulty, policy, FakeClock(), epoch=1)
     pruner.after_save(8, committed=True, uncommitted=0)
@@ -330,3 +332,22 @@ def test_a_run_that_keeps_all_looks_for_leftovers_once_and_then_only_after_failu
     faulty.calls.clear()
     pruner.after_save(4, committed=True, uncommitted=1)
     assert faulty.calls == []
+
+
+def test_case_e07_a_metric_that_never_comes_deletes_nothing_and_is_told() -> None:
+    storage = MemoryStorage()
+    run = Run(storage)
+    pruner = Pruner(
+        storage, RetentionPolicy(keep_last=1, keep_best=KeepBest("val_loss")), FakeClock(), epoch=1
+    )
+    told = []
+    for step in range(1, 6):
+        run.commit(1, step, annotations={"loss": "1"})
+        done = pruner.after_save(step, committed=True, uncommitted=0)
+        assert done.deleted == []
+        told.append(done.no_metric)
+    assert told[:2] == [None, None], "with a metric, as many could stay"
+    assert told[-1] == {"metric": "val_loss", "checkpoints": 5, "annotations": ["loss"]}
+    run.commit(1, 6, annotations={"val_loss": "0.5"})
+    done = pruner.after_save(6, committed=True, uncommitted=0)
+    assert ([r.step for r in done.deleted], done.no_metric) == ([1, 2, 3, 4, 5], None)

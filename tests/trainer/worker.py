@@ -1,4 +1,4 @@
-"""One rank of a TorchRec run, started by torchrun: trains, dies when told, leaves its last state."""
+"""One rank of a TorchRec run, started by a launcher: trains, dies when told, leaves its last state."""
 
 import argparse
 import hashlib
