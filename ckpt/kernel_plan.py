@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt.canonical.kernels import KERNELS, KIND, OPTIONS, TABLES, kind_of_kernel
+from ckpt.canonical.kernels import (
+    FIRST,
+    KERNELS,
+    KIND,
+    OPTIONS,
+    ROWS,
+    TABLE,
+    TABLES,
+    kind_of_kernel,
+)
 from ckpt.manifest import canonical
+from ckpt.pieces import Piece
+from ckpt.tree import Shard
 from ckpt.united import without_tensors
 from ckpt.values import TensorRef, encode_value
 
@@ -22,14 +33,22 @@ def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any
     matching.claim(stored)
     if matching.terms.excludes(KERNELS):
         return []
-    parts = [(leaf.fqn, s.tensor) for leaf in matching.flat.leaves.values() for s in leaf.shards]
-    found = matching.canonical.kernels.find([k for k, _ in parts], [t for _, t in parts])
+    leaves = matching.flat.leaves
+    found = matching.canonical.kernels.find(list(leaves), [x.source for x in leaves.values()])
     by_key = _by_key(matching, stored)
     fitted = []
-    for kernel, keys in found:
-        values = _values(matching, kernel, list(dict.fromkeys(keys)), by_key)
+    stored_rows = [
+        (f"{KERNELS}.{rank}.{i}.{ROWS}.{n}", one)
+        for rank, entries in stored.items()
+        for i, entry in enumerate(entries)
+        for n, one in enumerate(entry.get(ROWS, ()))
+    ]
+    for one in found:
+        values = _values(matching, one.kernel, one.keys, by_key)
         if values is not None:
-            fitted.append((kernel, values))
+            fitted.append((one.kernel, values))
+        for shard in one.rows if stored else ():
+            _fill_rows(matching, shard, stored_rows)
     if found and not stored:
         matching.found.notes.append(
             f"{KERNELS}: the checkpoint doesn't say how often fused kernels have run: their counts stay as "
@@ -84,6 +103,42 @@ def _values(
     return values
 
 
+def _fill_rows(
+    matching: Matching, shard: Mapping[str, Any], stored: list[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """Counts of the rows of one shard, from whatever shards of the table there were.
+
+    Shards of other columns of the same rows have counted the same.
+    """
+    key = shard[TABLE]
+    if matching.terms.excludes(key):
+        return
+    for name in (n for n in shard if n not in (TABLE, FIRST)):
+        live, row = shard[name], shard[FIRST]
+        end = row + len(live)
+        while row < end:
+            at = next(
+                (
+                    (path, info, one[FIRST])
+                    for path, one in stored
+                    if matching.terms.renamed(one[TABLE]) == key and name in one
+                    if one[FIRST]
+                    <= row
+                    < one[FIRST] + (info := matching.source.tensors[one[name].fqn]).shape[0]
+                ),
+                None,
+            )
+            if at is None:
+                matching.found.missing.append(f"{KERNELS}: {name} of {key} from row {row} on")
+                break
+            path, info, first = at
+            until = min(end, first + info.shape[0])
+            part = live[row - shard[FIRST] : until - shard[FIRST]]
+            box = Shard((row - first,), (until - row,), part)
+            matching.found.pieces.append(Piece(f"{path}.{name}", info.fqn, (box,)))
+            row = until
+
+
 def _choice(
     matching: Matching, by_rank: Mapping[int, list[_Stored]], keys: list[str]
 ) -> list[_Stored]:
@@ -105,11 +160,13 @@ def _choice(
 
 def _text(entry: Mapping[str, Any]) -> bytes:
     """All but the tables' names, to be compared. Tensors aren't known yet; the host's count is."""
-    return canonical(encode_value(without_tensors({k: v for k, v in entry.items() if k != TABLES})))
+    return canonical(
+        encode_value(without_tensors({k: v for k, v in entry.items() if k not in (TABLES, ROWS)}))
+    )
 
 
 def _difference(entries: list[Mapping[str, Any]]) -> str:
-    for name in dict.fromkeys(n for e in entries for n in e if n != TABLES):
+    for name in dict.fromkeys(n for e in entries for n in e if n not in (TABLES, ROWS)):
         values = list(dict.fromkeys(repr(e.get(name)) for e in entries))
         if len(values) > 1:
             return f"different {name} ({', '.join(values[:3])})"

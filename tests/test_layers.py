@@ -33,9 +33,9 @@ CKPT = [
     {"chunks", "pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
-        *("giving", "kernel_plan", "optimizer_plan", "pieces", "writer"),
+        *("giving", "optimizer_plan", "pieces", "writer"),
     },
-    {"keyed_plan"},
+    {"kernel_plan", "keyed_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
     {"engine", "export", "persist", "restorer"},

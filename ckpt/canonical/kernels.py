@@ -3,13 +3,15 @@
 A table-batched embedding counts its lookups (Adam corrects its bias by that count), and has the learning rate
 of its next backward pass. Both are stored for each rank, by the keys that its tables have in the state:
 {rank: [{"tables": [key, ...], "iter": ..., "learning_rate": ..., ...}]}. Counts for each row (`prev_iter`,
-`row_counter`) are optimizer state like momentum: its optimizer, or the kernel as a module, saves them.
+`row_counter`) are optimizer state like momentum, which its optimizer, or the kernel as a module, saves. Where
+the state doesn't have them, they are stored beside the others, for each shard with its first row:
+{"rows": [{"table": key, "first": row, "prev_iter": ..., "row_counter": ...}]}.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckpt.canonical.living import LivingLookups
+from ckpt.tree import leaf_of
 
 KERNELS = "fused_kernels"
 """The key in a checkpoint, beside those of the state."""
-TABLES, KIND, OPTIONS = "tables", "optimizer", "options"
+TABLES, KIND, OPTIONS, ROWS = "tables", "optimizer", "options", "rows"
+TABLE, FIRST = "table", "first"
 _SCALARS = {
     "iter": "iter",
     "iter_cpu": "iter_cpu",  # the one that forward goes by
@@ -29,6 +33,7 @@ _SCALARS = {
 }
 # What `update_hyper_parameters` can change, besides the learning rate.
 _ARGUMENTS = ("eps", "beta1", "beta2", "weight_decay")
+_OF_ROWS = ("prev_iter", "row_counter")
 _WEIGHTS = ("weights_dev", "weights_host", "weights_uvm")
 
 
@@ -44,10 +49,13 @@ class Kernels:
 
         names, tensors: those of the state, as its objects gave them.
         """
-        return [{TABLES: list(keys), **_read(kernel)} for kernel, keys in self.find(names, tensors)]
+        return [
+            {TABLES: one.keys, **_read(one.kernel), **({ROWS: one.rows} if one.rows else {})}
+            for one in self.find(names, tensors)
+        ]
 
-    def find(self, names: list[str], tensors: Sequence[Any]) -> list[tuple[Any, list[str]]]:
-        """(kernel, keys of its tables in the state)."""
+    def find(self, names: list[str], tensors: Sequence[Any]) -> list[Found]:
+        """Those with a table among the tensors of a state."""
         kernels = list(self.living)
         if not kernels:
             return []
@@ -56,7 +64,17 @@ class Kernels:
         if known is None or known.places != places or not known.holds(names, tensors):
             known = self._known = _Known(kernels, places, names, tensors)
         by_id = {id(k): k for k in kernels}
-        return [(by_id[i], keys) for i, keys in known.found]
+        return [
+            Found(by_id[i], keys, _rows_of(by_id[i], known.shards[i])) for i, keys in known.found
+        ]
+
+
+class Found(NamedTuple):
+    """A kernel, the keys that its tables have in the state, and its counts of rows that the state lacks."""
+
+    kernel: Any
+    keys: list[str]
+    rows: list[dict[str, Any]]
 
 
 class _Known:
@@ -73,19 +91,43 @@ class _Known:
         self._names = list(names)
         # By number of the tensor: where its parts are, if they are tables.
         self._at: dict[int, list[int]] = {}
+        self.shards: dict[int, list[_Shard]] = {id(k): [] for k in kernels}
         homes: dict[int, list[str]] = {}
-        owners = {t.data_ptr(): id(k) for k in kernels for t in _weights_of(k) if t.numel()}
+        owners = {
+            t.data_ptr(): (k, number)
+            for k in kernels
+            for number, t in enumerate(_weights_of(k))
+            if t.numel()
+        }
+        held = {p.untyped_storage().data_ptr() for t in tensors for p in parts_of(t)}
         for n, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
             at = [p.data_ptr() for p in parts_of(tensor)]
-            for owner in dict.fromkeys(owners[a] for a in at if a in owners):
-                self._at[n] = at
-                homes.setdefault(owner, []).append(name)
+            if not any(a in owners for a in at):
+                continue
+            self._at[n] = at
+            for shard in leaf_of(name, tensor, per_rank=False).shards:
+                if (owner := owners.get(shard.tensor.data_ptr())) is not None:
+                    kernel, number = owner
+                    keys = homes.setdefault(id(kernel), [])
+                    if name not in keys:
+                        keys.append(name)
+                    if not _counts_are_in(kernel, number, held):
+                        first = shard.offsets[0] if shard.offsets else 0
+                        self.shards[id(kernel)].append(_Shard(name, number, first))
         self.found = sorted(homes.items(), key=lambda home: home[1])
 
     def holds(self, names: list[str], tensors: Sequence[Any]) -> bool:
         return names == self._names and all(
             [p.data_ptr() for p in parts_of(tensors[n])] == at for n, at in self._at.items()
         )
+
+
+class _Shard(NamedTuple):
+    """A table in the state whose counts of rows aren't: its key, its number in the kernel, its first row."""
+
+    key: str
+    number: int
+    first: int
 
 
 def parts_of(value: Any) -> Iterable[Tensor]:
@@ -134,6 +176,26 @@ def _options(kernel: Any) -> dict[str, float]:
     found = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
     found["lower_bound"] = getattr(kernel, "gwd_lower_bound", None)
     return {k: v for k, v in found.items() if isinstance(v, int | float)}
+
+
+def _rows_of(kernel: Any, shards: Sequence[_Shard]) -> list[dict[str, Any]]:
+    if not shards:
+        return []
+    state = kernel.get_optimizer_state()
+    return [
+        {TABLE: key, FIRST: first, **{n: state[number][n] for n in _OF_ROWS if n in state[number]}}
+        for key, number, first in shards
+    ]
+
+
+def _counts_are_in(kernel: Any, number: int, held: set[int]) -> bool:
+    """Has the state the counts of the rows of a table, or are there none?"""
+    places = [getattr(kernel, f"{n}_{p}", None) for n in _OF_ROWS for p in ("dev", "host", "uvm")]
+    if not any(isinstance(t, Tensor) and t.numel() for t in places):
+        return True
+    state = kernel.get_optimizer_state()
+    counts = [state[number][n] for n in _OF_ROWS if number < len(state) and n in state[number]]
+    return all(t.untyped_storage().data_ptr() in held for t in counts)
 
 
 def _weights_of(kernel: Any) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,10 +81,16 @@ def counts(kernel: Any) -> tuple[int, int, float]:
     return int(kernel.iter), int(kernel.iter_cpu), kernel.get_learning_rate()
 
 
-@pytest.mark.parametrize("of_module", [False, True])
-def test_a_resume_counts_on(of_module: bool) -> None:
-    def state_of(kernel: Any) -> dict[str, Any]:
-        return {"model": kernel} if of_module else tensors_of(kernel, "a", "b")
+def momentum_of(kernel: Any) -> dict[str, Any]:
+    """A state that has forgotten that there is more."""
+    state = tensors_of(kernel, "a", "b")
+    return {**state, "moments": {n: m[0] for n, m in state["moments"].items()}}
+
+
+@pytest.mark.parametrize(
+    "state_of", [lambda k: {"model": k}, lambda k: tensors_of(k, "a", "b"), momentum_of]
+)
+def test_a_resume_counts_on(state_of: Callable[[Any], dict[str, Any]]) -> None:
 
     storage, unbroken = MemoryStorage(), kernel_of("a", "b")
     train(unbroken, 0, 5)

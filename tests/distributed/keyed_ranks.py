@@ -19,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CounterBasedRegularizationDefinition,
     WeightDecayMode,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -30,7 +31,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -57,6 +58,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "t_tw1": lambda: table_wise(1),
     "t_rw": row_wise,
     "t_cw": lambda: column_wise(ranks=[0, 1]),
+    "t_cw0": lambda: column_wise(ranks=[0, 0]),  # two shards in one kernel
     "t_dp": data_parallel,
 }
 
@@ -105,6 +107,8 @@ def build(
     dense: Callable[[Any], torch.optim.Optimizer],
     fused: type[torch.optim.Optimizer] = RowWiseAdagrad,
     fused_params: dict[str, Any] | None = None,
+    *,
+    dtensor: bool = False,
 ) -> tuple[Any, Any, Any]:
     """(model, fused optimizer, dense one). tables: name -> a way of WAYS."""
     torch.manual_seed(5)
@@ -132,8 +136,13 @@ def build(
         world_size=2,
         device_type="cpu",
     )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    env.output_dtensor = dtensor
+    if dtensor:
+        env.device_mesh = init_device_mesh("cpu", (2,))
     model = DistributedModelParallel(
         DLRMTrain(dlrm),
+        env=env,
         device=CPU,
         plan=ShardingPlan({"model.sparse_arch.embedding_bag_collection": plan}),
         sharders=[sharder],
@@ -154,9 +163,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.02)
 
 
-def batch_of(rank: int, number: int, features: tuple[str, ...] = tuple(WAYS)) -> Batch:
+def batch_of(rank: int, number: int) -> Batch:
     g = torch.Generator().manual_seed(number * 2 + rank)
-    keys = [f"f_{name}" for name in features]
+    keys = [f"f_{name}" for name in WAYS]
     lengths = torch.randint(1, 4, (len(keys) * BATCH,), generator=g)
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=g)
     return Batch(
@@ -185,11 +194,11 @@ def plain_sgd() -> Life:
     return Life(model, optimizer, None, {"model": model, "optimizer": optimizer})
 
 
-def counted() -> Life:
+def counted(tables: dict[str, str] = EVERY_WAY) -> Life:
     """Rows decay by how often they, and all, were looked up."""
     how = CounterBasedRegularizationDefinition(counter_halflife=4, adjustment_iter=0)
     model, fused, rest = build(
-        EVERY_WAY,
+        tables,
         adam,
         fused_params={
             "weight_decay": 0.1,
@@ -209,7 +218,7 @@ STAGES = (
 
 
 def warm_around_dense() -> Life:
-    model, fused, rest = build(EVERY_WAY, adam)
+    model, fused, rest = build(EVERY_WAY, adam, dtensor=True)
     optimizer = CombinedOptimizer(
         [("fused", fused), ("dense", WarmupOptimizer(rest, list(STAGES), lr=0.02))]
     )
@@ -241,6 +250,37 @@ def exact(make: Callable[[], Life], root: str, steps: int, kills: tuple[int, ...
         again = life.train(rank, until, steps)
         assert again == losses[until:], first_difference(again, losses[until:])
         check_equal(entries(life.state, rank), end)
+
+
+def counts_of_rows_move(root: str) -> None:
+    """A state without the fused optimizer has the counts of rows nevertheless, at any sharding."""
+    rank = dist.get_rank()
+    moved = {"t_tw0": "t_rw", "t_tw1": "t_cw", "t_rw": "t_tw1", "t_cw": "t_tw0"}
+    life, again, sharded = counted(), counted(), counted(EVERY_WAY | moved)
+    life.train(rank, 0, 6)
+    with Checkpointer(root, CONFIG) as c:
+        c.save(6, {"model": life.model}).committed.result(DEADLINE_S)
+    for other in (again, sharded):
+        with Checkpointer(root, CONFIG) as c:
+            assert c.restore({"model": other.model}) is not None
+        assert row_counts(other.model) == row_counts(life.model)
+        assert set(counts(other.model)) == set(counts(life.model))
+
+
+def row_counts(model: Any) -> dict[tuple[str, int], tuple[float, float]]:
+    """On all ranks: by table and row, the last step and the count of its lookups."""
+    mine = {}
+    for lookup in model.module.model.sparse_arch.embedding_bag_collection._lookups:
+        for group in getattr(lookup, "module", lookup)._emb_modules:
+            state = getattr(group._emb_module, "get_optimizer_state", list)()
+            for config, one in zip(group._config.embedding_tables, state, strict=False):
+                first = config.local_metadata.shard_offsets[0]
+                both = zip(one["prev_iter"].tolist(), one["row_counter"].tolist(), strict=True)
+                mine.update({(config.name, first + i): v for i, v in enumerate(both)})
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, mine)
+    assert any(count for _, count in mine.values())
+    return {**found[0], **found[1]}
 
 
 def resume(life: Life, root: str) -> None:
@@ -289,6 +329,7 @@ def main() -> None:
     exact(partial(dlrm, adam), f"{root}/adam", STEPS, KILLED_AT)
     exact(partial(dlrm, adagrad, groups=True), f"{root}/groups", 30, (10,))
     exact(plain_sgd, f"{root}/sgd", 10, (4,))
+    counts_of_rows_move(f"{root}/moved")
     exact(counted, f"{root}/counted", 20, (6,))
     exact(warm_around_dense, f"{root}/warm_dense", 20, (1, 12))
     exact(warm_around_all, f"{root}/warm_all", 20, (1, 12))
