@@ -24,6 +24,7 @@ import torch
 
 from ckpt import commit
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
@@ -55,7 +56,7 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues, without_tensors
@@ -80,6 +81,7 @@ class Checkpointer:
             torch.distributed, or a single process where it isn't initialised.
         sink: receives events; by default they go to the `sidestage` logger.
         annotations: strings that every commit carries, such as a serving description's id.
+        spell: how the caller writes what a refused restore advises, if not as an argument of restore().
 
     Raises:
         BadInputError, StorageError: the root can't be used.
@@ -96,7 +98,9 @@ class Checkpointer:
         sink: EventSink | None = None,
         clock: Clock | None = None,
         annotations: Mapping[str, str] | None = None,
+        spell: Spell = as_argument,
     ) -> None:
+        self._spell = spell
         self._config = config or CheckpointConfig()
         self._storage = storage_of(root)
         self._clock = clock or SystemClock()
@@ -107,7 +111,9 @@ class Checkpointer:
         self._attempt: AttemptRecord | None = None
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
-        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink)
+        self._told_no_metric = False
+        self._kernels = Kernels()
+        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink, self._kernels)
         self._layout: Layout | None = None  # of the last save, which `_plan` is for
         self._plan: RankPlan | None = None
         self._replica_check: tuple[Layout, ReplicaCheck] | None = None
@@ -130,6 +136,7 @@ class Checkpointer:
             untracked=self._outcomes.untracked,
             hurry=self._engine.threads.hurry,
             lift=self._engine.threads.lift,
+            living=self._kernels.living,
         )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
@@ -229,7 +236,9 @@ class Checkpointer:
         )
         tag = self._round("restore")
         try:
-            canonical = Canonical().look(state) if isinstance(state, Mapping) else Canonical()
+            canonical = Canonical(self._coordinator.rank, self._kernels)
+            if isinstance(state, Mapping):
+                canonical.look(state)
             flat = flatten(state, self._coordinator.rank, canonical.taken)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:
@@ -241,6 +250,7 @@ class Checkpointer:
                 self._agree_on(tag, describe(e))
             raise
         self._agree_on(tag, {})
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -248,6 +258,7 @@ class Checkpointer:
             timeout_s=self._config.commit_timeout_s,
             tag=tag,
             prefetched=prefetched,
+            spell=self._spell,
         )
         result = None
         # An older attempt that is still alive must not prune what this one is about to continue.
@@ -262,7 +273,7 @@ class Checkpointer:
                 raise BadInputError("restore(): give step or fresh, not both")
             if result is None:  # else they are the same values by now, on all ranks
                 self._compare_values(tag, flat.values)
-            self._begin_attempt(result.commit if result else None)
+            self._begin_attempt(result, fresh=fresh)
         if result is not None:
             self._last_step = result.step
         self._stager.guard(state)  # now, at start-up: its memory is touched once
@@ -511,6 +522,9 @@ class Checkpointer:
         try:
             done = self._pruner.after_save(settled, committed=committed, uncommitted=uncommitted)
             self._outcomes.pruned([ref.step for ref in done.deleted], done.problems)
+            if done.no_metric and not self._told_no_metric:
+                self._told_no_metric = True
+                self._sink.emit("keep_best_without_metric", **done.no_metric)
         except Exception as e:
             self._outcomes.pruned([], [str(e) if isinstance(e, SidestageError) else repr(e)])
 
@@ -623,6 +637,7 @@ class Checkpointer:
     def _begin_unrestored(self) -> None:
         """A first save without restore(): only on a root that has nothing to lose."""
         self._coordinator.check_place()
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -638,16 +653,29 @@ class Checkpointer:
             )
         self._begin_attempt(None)
 
-    def _begin_attempt(self, parent: CommitRef | None) -> None:
-        """Claim an epoch for all ranks, and start to be able to commit."""
+    def _check_root(self) -> None:
+        """Raise on all ranks what stands against this root, before anything is changed. Collective."""
 
-        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+        def look(_: list[dict[str, Any]]) -> None:
             check_place(self._storage)  # before the probe, which writes
             if not self._storage.probe():
                 self._sink.emit("single_writer_only", root=self._storage.url)
-            run = commit.open_run(self._storage, self._clock)
+            commit.check_run(self._storage)
+
+        self._coordinator.decide(self._round("root"), {}, look, self._config.commit_timeout_s)
+
+    def _begin_attempt(self, restored: RestoreResult | None, *, fresh: bool = False) -> None:
+        """Claim an epoch for all ranks, and start to be able to commit."""
+        parent = restored.commit if restored else None
+        world_size = restored.world_size if restored else None
+
+        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            why = commit.how_it_starts(self._storage, parent, world_size, fresh=fresh)
+            run = commit.open_run(self._storage, self._clock, self._sink)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
+            step = parent.step if parent else None
+            self._sink.emit("started", step=step, root=self._storage.url, why=why)
             return {
                 "epoch": mine.epoch,
                 "run_id": mine.run_id,

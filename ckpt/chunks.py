@@ -114,7 +114,8 @@ class ChunkReader:
                     for piece, stored in _read(found, part, scratch, advice):
                         _place(piece, stored, scratch)
 
-        held, others = [], []
+        held: list[Piece] = []
+        others: list[Piece] = []
         for piece in pieces:
             (held if self.kept.has(piece) else others).append(piece)
         # Backwards: where the page cache can't hold all that was read, it has the end of it.
@@ -261,7 +262,7 @@ class _Unpacked:
         try:
             while done < len(memory):
                 # At the end of what is there it returns nothing.
-                n = self._reader.readinto(memory[done:])  # type: ignore[arg-type]
+                n = self._reader.readinto(memory[done:])
                 if not n:
                     raise self._broken("it ends too early")
                 done += n

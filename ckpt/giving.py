@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from ckpt.canonical.keyed import GROUPS, give_keyed, is_keyed
 from ckpt.canonical.optimizers import is_optimizer, keep_dtypes
 from ckpt.errors import BadInputError
 from ckpt.tree import PerRank, has_state_dict
@@ -35,11 +36,22 @@ class GivingError(Exception):
         self.given = given
 
 
-def check_places(state: Any, loaded: Any, path: str = "") -> None:
-    """BadInputError if a part of the state can't take what it would get, such as a mapping that is fixed."""
-    if loaded is KEEP or has_state_dict(state) or isinstance(state, PerRank):
+def check_places(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> None:
+    """Ask a state, before anything is changed, whether it can take what it would get.
+
+    Raises BadInputError for a mapping that can't be changed, and whatever an object raises in its
+    `check_state_dict(stored)`, if it has one: that is given what `load_state_dict` would be given, but
+    tensors, which aren't read yet: None stands for each.
+    """
+    if isinstance(state, PerRank):
+        if path in per_rank:
+            check_places(state.value, per_rank[path], {}, path)
+    elif loaded is KEEP:
         return
-    if isinstance(state, Mapping) and isinstance(loaded, Mapping):
+    elif has_state_dict(state):
+        if callable(check := getattr(state, "check_state_dict", None)):
+            check(resolve(_without_tensors(loaded), path))
+    elif isinstance(state, Mapping) and isinstance(loaded, Mapping):
         for k, v in loaded.items():
             sub = f"{path}.{k}" if path else str(k)
             inner = state.get(k)
@@ -47,7 +59,24 @@ def check_places(state: Any, loaded: Any, path: str = "") -> None:
                 raise BadInputError(
                     f"{sub}: can't be put back into a {type(state).__name__}; give a dict"
                 )
-            check_places(inner, v, sub)
+            check_places(inner, v, per_rank, sub)
+    elif type(state) in (list, tuple) and type(loaded) is type(state):
+        for i, (inner, v) in enumerate(zip(state, loaded, strict=False)):
+            check_places(inner, v, per_rank, f"{path}.{i}")
+
+
+def _without_tensors(loaded: Any) -> Any:
+    if isinstance(loaded, torch.Tensor | ShardedTensor):
+        return None
+    if isinstance(loaded, PerRank):
+        return PerRank(_without_tensors(loaded.value))
+    if isinstance(loaded, dict):
+        return {k: _without_tensors(v) for k, v in loaded.items()}
+    if type(loaded) in (list, tuple):
+        return type(loaded)(_without_tensors(v) for v in loaded)
+    if isinstance(loaded, Instance) and loaded.walks:
+        return loaded.having([_without_tensors(v) for _, v in loaded.fields])
+    return loaded
 
 
 def _in_place(state: Any, loaded: Any) -> bool:
@@ -126,6 +155,10 @@ class Giving:
             loaded = OrderedDict(loaded)
             loaded._metadata = getattr(value.state_dict(), "_metadata", None)
         try:
+            if is_keyed(value) and isinstance(loaded, Mapping) and GROUPS in loaded:
+                give_keyed(value, loaded)
+                self.given.append(path)
+                return
             value.load_state_dict(loaded)
             if is_optimizer(value) and isinstance(loaded, Mapping) and "state" in loaded:
                 keep_dtypes(value, loaded)

@@ -55,13 +55,13 @@ class _Fit:
         self._class = str(stored.get(CLASS, class_of(optimizer)))
 
     def tree(self) -> Any:
-        wrong = self._m.found.wrong
+        m, wrong = self._m, self._m.found.wrong
         same_class = self._class == class_of(self._optimizer)
         if not same_class and not self._m.terms.other_optimizer:
             wrong.append(
                 f"{self._path}: is the state of {self._class}, and the optimizer here is a "
-                f"{class_of(self._optimizer)}; accept it with other_optimizer, or leave it out with "
-                f"exclude"
+                f"{class_of(self._optimizer)}; accept it with {m.spell('other_optimizer', True)}, or "
+                f"leave it out with {m.spell('exclude', [self._path])}"
             )
             self._m.claim(self._stored)
             return None
@@ -322,7 +322,7 @@ class _Fit:
             m.found.wrong.append(
                 f"{at}: {list(info.shape)} can't become {list(parameter.shape)}: what new rows begin "
                 f"with is known to {self._class} only; take a step before restore(), or leave it out "
-                f"with exclude"
+                f"with {m.spell('exclude', [at])}"
             )
             return None
         return m.make_resized(info, at, parameter)

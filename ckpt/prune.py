@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from ckpt import layout
 from ckpt.catalog import Catalog
@@ -22,13 +22,12 @@ from ckpt.digest import digest_of
 from ckpt.errors import ConflictError, NotFoundError, SidestageError
 from ckpt.parallel import each
 from ckpt.pins import PinBoard
-from ckpt.retention import Candidate, Verdict, choose
+from ckpt.retention import Candidate, Verdict, choose, without_metric
 from ckpt.storage import BranchedStorage, LocalStorage, Storage, owned
 from ckpt.survey import (
     KeepsParts,
     SavedData,
     Surveyor,
-    newest_epoch,
     unfinished_uploads,
     unlisted,
 )
@@ -43,7 +42,8 @@ class PrunePlan:
 
     epoch: the newest one, in whose name it is done.
     strays: data that no commit lists; unsettled: the same, where its save may still go on.
-    places: of all commits found.
+    places: of all commits found. no_metric: the metric of `keep_best` if no commit has it and all
+        stay for that, with the annotations that they do have.
     """
 
     epoch: int
@@ -53,11 +53,12 @@ class PrunePlan:
     unsettled: list[SavedData]
     expired_pins: list[str]
     places: frozenset[tuple[int, int]]
+    no_metric: dict[str, Any] | None = None
 
 
 @dataclass
 class PruneResult:
-    """What a prune did.
+    """What a prune did. no_metric: as in PrunePlan.
 
     problems: what it couldn't do, a line each. vanished: a commit was gone before it was its
     turn. The next prune sees to both.
@@ -67,6 +68,7 @@ class PruneResult:
     swept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     vanished: bool = False
+    no_metric: dict[str, Any] | None = None
 
 
 class Pruner:
@@ -129,7 +131,7 @@ class Pruner:
         expired = self._board.expired()
         data = list(self._survey.saves(self._scope)) if self._scope else []
         tree = Catalog(self._storage).tree()
-        newest = newest_epoch(tree)
+        newest = tree.newest_epoch
         places = frozenset(tree.stored)
         if self._epoch not in (None, newest):
             return PrunePlan(newest, [], [], [], [], [], places)
@@ -140,11 +142,15 @@ class Pruner:
         keep, delete = choose(commits, pins, self._policy if judge else RetentionPolicy())
         strays, unsettled = unlisted(data if in_doubt else [], commits, newest, settled)
         strays = [s for s in strays if (s.epoch, s.step) not in pins]
-        return PrunePlan(newest, keep, delete, strays, unsettled, expired, places)
+        no_metric: dict[str, Any] | None = None
+        if judge and (metric := without_metric(commits, self._policy)) is not None:
+            have = sorted({name for c in commits for name in c.annotations})
+            no_metric = {"metric": metric, "checkpoints": len(commits), "annotations": have}
+        return PrunePlan(newest, keep, delete, strays, unsettled, expired, places, no_metric)
 
     def apply(self, plan: PrunePlan) -> PruneResult:
         """Carry a plan out. What the store refuses is a problem in the result, never an error."""
-        result = PruneResult()
+        result = PruneResult(no_metric=plan.no_metric)
         self._pay_owed(result)
         for pin_id in plan.expired_pins:
             self._delete(layout.pin_key(pin_id), result)
@@ -172,7 +178,7 @@ class Pruner:
         pins: dict[tuple[int, int], list[str]] = {}
         try:
             pins = self._board.holders()
-            stop = newest_epoch(Catalog(self._storage).tree()) != plan.epoch
+            stop = Catalog(self._storage).tree().newest_epoch != plan.epoch
         except SidestageError as e:
             result.problems.append(str(e))
             stop = True

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import KERNELS
+from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
 from ckpt.index import TensorInfo
+from ckpt.kernel_plan import fit_kernels
+from ckpt.keyed_plan import fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
@@ -65,22 +69,32 @@ class RestorePlan:
     kept: list[str] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
 
 def plan_restore(
-    flat: FlatState, source: Source, terms: RestoreTerms, canonical: Canonical
+    flat: FlatState,
+    source: Source,
+    terms: RestoreTerms,
+    canonical: Canonical,
+    spell: Spell = as_argument,
 ) -> RestorePlan:
     """Match a state with a checkpoint. Allocates what only the checkpoint has; changes nothing.
 
     Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have, BadInputError for
     an object whose class isn't here as it was at the save.
     """
-    matching = Matching(flat, source, terms, canonical)
+    matching = Matching(flat, source, terms, canonical, spell)
     stored = _with_loose(source)
+    beside = {}
+    if isinstance(stored, dict) and KERNELS in stored:
+        beside = stored[KERNELS]
+        stored = {k: v for k, v in stored.items() if k != KERNELS}
     if terms.rename:
         stored = renamed(stored, flat.values, terms)
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
+    matching.found.kernels = fit_kernels(matching, beside)
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
     for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
         resolve(tree, path)  # what no object can be made of is refused now
@@ -98,8 +112,14 @@ class Matching:
     """One plan in the making, along the trees of a state ("want") and of a checkpoint ("stored")."""
 
     def __init__(
-        self, flat: FlatState, source: Source, terms: RestoreTerms, canonical: Canonical
+        self,
+        flat: FlatState,
+        source: Source,
+        terms: RestoreTerms,
+        canonical: Canonical,
+        spell: Spell,
     ) -> None:
+        self.spell = spell
         self.flat = flat
         self.source = source
         self.terms = terms
@@ -353,6 +373,10 @@ class Matching:
             )
         if isinstance(obj, torch.nn.Module):
             return self._module(obj, want, stored, path)
+        if is_keyed(obj) and GROUPS in want:
+            return fit_keyed(self, obj, want, stored, path)
+        if CLASS in want and isinstance(stored.get(GROUPS), dict) and "param_groups" in want:
+            stored = plain_of(stored)
         if CLASS in want and "param_groups" in want and "param_groups" in stored:
             return fit_optimizer(self, obj, want, stored, path)
         return self.given(want, stored, path)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import give_kernel
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, raise_first
 from ckpt.errors import (
@@ -29,7 +30,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.restore_plan import RestorePlan, Source, plan_restore, refuse
 from ckpt.shared_memory import check_shared_memory
 from ckpt.storage import Storage
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 
@@ -57,7 +58,9 @@ class Restorer:
         tag: str,
         clock: Clock | None = None,
         prefetched: Prefetch | None = None,
+        spell: Spell = as_argument,
     ) -> None:
+        self._spell = spell
         self._storage = storage
         self._prefetched = prefetched
         self._reading = prefetched or storage
@@ -111,7 +114,7 @@ class Restorer:
             raise CorruptError(
                 f"{self._storage.url}: none of the {len(refs)} checkpoints of this lineage verifies, and "
                 f"nothing was changed; see `ckpt verify`, or start from scratch with "
-                f"restore(state, fresh=True)"
+                f"{self._spell('fresh', True)}"
             )
         return None
 
@@ -128,8 +131,10 @@ class Restorer:
         try:
             self._pin(ref)
             opened = self._open(ref, elastic=wanted.terms.elastic)
-            plan = plan_restore(wanted.flat, opened.source, wanted.terms, wanted.canonical)
-            check_places(state, plan.tree)
+            plan = plan_restore(
+                wanted.flat, opened.source, wanted.terms, wanted.canonical, self._spell
+            )
+            check_places(state, plan.tree, plan.per_rank)
             mine = _told(plan)
         except Exception as e:  # the other ranks must not wait for one that gave up
             mine = describe(e)
@@ -138,7 +143,7 @@ class Restorer:
         def agree(payloads: list[dict[str, Any]]) -> dict[str, Any]:
             raise_first(payloads)
             assert source is not None
-            return _verdict(payloads, source, ref.step, wanted.terms)
+            return _verdict(payloads, source, ref.step, wanted.terms, self._spell)
 
         verdict = self._coordinator.decide(f"{tag}/fits", mine, agree, self._timeout_s)
         assert opened is not None
@@ -173,7 +178,7 @@ class Restorer:
         """Read all that this rank needs, and find what is damaged, before anything is changed."""
         reader.load(_targets(p for p in pieces if p.ours))
         reader.check(_targets(p for p in pieces if not p.ours))
-        check_shared_memory(reader, pieces)
+        check_shared_memory(reader, pieces, self._spell)
 
     def _change(
         self, reader: CheckpointReader, plan: RestorePlan, state: Mapping[str, Any], step: int
@@ -183,6 +188,8 @@ class Restorer:
         try:
             reader.fill(_targets(p for p in plan.pieces if not p.ours))
             giving.give(state, plan.tree)
+            for kernel, values in plan.kernels:
+                give_kernel(kernel, values)
         except GivingError as e:
             raise RestoreError(
                 f"step {step}: {e}. Its tensors and those of {len(plan.pieces)} keys were filled, and "
@@ -212,7 +219,7 @@ class Restorer:
             raise BadInputError(
                 f"step {ref.step} was saved by {record.world_size} ranks, this job has {world}, and "
                 f"{', '.join(keys)} belong to single ranks; pass "
-                f"elastic=True to leave those as they are"
+                f"{self._spell('elastic', True)} to leave those as they are"
             )
         return _Opened(reader, source)
 
@@ -224,7 +231,7 @@ class Restorer:
         if step is not None:
             return [catalog.find(step)]
         try:
-            return catalog.lineage()
+            return catalog.lineage(lambda k, why: self._sink.emit("record_lost", key=k, why=why))
         except NotFoundError:
             return []  # a root that no trainer has used yet
 
@@ -263,7 +270,7 @@ def _told(plan: RestorePlan) -> dict[str, Any]:
 
 
 def _verdict(
-    payloads: list[dict[str, Any]], source: Source, step: int, terms: RestoreTerms
+    payloads: list[dict[str, Any]], source: Source, step: int, terms: RestoreTerms, spell: Spell
 ) -> dict[str, Any]:
     """Rank 0's judgement over all ranks: refuse, or which keys stay as they are."""
 
@@ -288,7 +295,7 @@ def _verdict(
         one_sided = [f"{k}: is in the state but not in the checkpoint" for k in missing]
         one_sided += [f"{k}: is in the checkpoint but not in the state" for k in unwanted]
         if one_sided:
-            advice += ", or pass partial=True to leave keys that only one side has as they are"
+            advice += f", or pass {spell('partial', True)} to leave keys that only one side has as they are"
         wrong += one_sided
     if wrong:
         raise refuse(wrong, step, advice)

@@ -86,8 +86,27 @@ def _apply_rules(
     if (every := policy.keep_every) is not None:
         _add(why, (c for c in good if c.ref.step % every == 0), f"a multiple of {every}")
     if (best := policy.keep_best) is not None:
+        if not any(_measured(c, best) for c in good):
+            _add(why, good, f"none has a number for {best.metric} to tell the best {best.count} by")
+            return
         chosen = sorted(good, key=lambda c: _badness(c, best))[: best.count]
         _add(why, chosen, f"one of the best {best.count} by {best.metric} ({best.mode})")
+
+
+def without_metric(commits: Iterable[Candidate], policy: RetentionPolicy) -> str | None:
+    """The metric of `keep_best` if more good commits wait for it than the policy would keep, and none has it.
+
+    They all stay: nothing is deleted in the name of a metric that nobody gives.
+    """
+    best = policy.keep_best
+    good = [c for c in commits if c.status in ("latest", "ancestor")]
+    if best is None or any(_measured(c, best) for c in good):
+        return None
+    return best.metric if len(good) > best.count + (policy.keep_last or 0) else None
+
+
+def _measured(commit: Candidate, best: KeepBest) -> bool:
+    return not _badness(commit, best)[0]
 
 
 def _badness(commit: Candidate, best: KeepBest) -> tuple[bool, float]:

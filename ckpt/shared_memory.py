@@ -14,6 +14,7 @@ import torch
 from ckpt.errors import BadInputError
 from ckpt.pieces import Piece
 from ckpt.restore import CheckpointReader
+from ckpt.terms import Spell
 from ckpt.tree import Shard
 
 _ALIGNED = 64  # bytes: more than any element has
@@ -29,14 +30,14 @@ class _Span(NamedTuple):
     shard: Shard
 
 
-def check_shared_memory(reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
+def check_shared_memory(reader: CheckpointReader, pieces: Sequence[Piece], spell: Spell) -> None:
     """BadInputError names two keys that share memory and have different values in the checkpoint."""
     for a, b in _overlapping(pieces):
         if not _agree(reader, a, b):
             raise BadInputError(
                 f"{a.piece.key} and {b.piece.key}: share memory in this state, and the checkpoint has "
                 f"different values for them: they were two tensors at the save. Nothing was changed; untie "
-                f"them, or leave one out with exclude"
+                f"them, or leave one out: {spell('exclude', [b.piece.key])}"
             )
 
 

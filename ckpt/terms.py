@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from typing import Any
+
+Spell = Callable[[str, object], str]
+"""How a caller writes a term and its value: messages advise only what their reader can do."""
+
+
+def as_argument(name: str, value: object) -> str:
+    """For whoever calls `Checkpointer.restore` himself."""
+    return f"{name}={value!r}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,21 @@ class RestoreTerms:
     elastic: bool = False
     other_optimizer: bool = False
     approximate: bool = False
+
+    def asked(self) -> dict[str, Any]:
+        """The terms that aren't as by default, as keyword arguments of `Checkpointer.restore`."""
+        nothing = RestoreTerms()
+        return {
+            f.name: value
+            for f in fields(RestoreTerms)
+            if (value := getattr(self, f.name)) != getattr(nothing, f.name)
+        }
+
+    def spelled(self, name: str, value: object) -> str:
+        """How whoever gave these terms to a session writes one of them; `fresh` is no term there."""
+        if name == "fresh":
+            return "another root"
+        return f"restore=RestoreTerms({name}={value!r})"
 
     def excludes(self, key: str) -> bool:
         """Is this key of the state not to be restored?"""

@@ -126,7 +126,7 @@ def _adopting() -> Iterator[None]:
 
 def _serve(asked: socket.socket) -> list[str]:
     """Fork on request. Returns in each fork: its arguments. Nothing here starts a thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
     while (request := socket.recv_fds(asked, 1, 4))[0]:
         fds = request[1]
         told, tell = os.pipe()
@@ -142,6 +142,7 @@ def _serve(asked: socket.socket) -> list[str]:
         else:
             for fd in (asked.detach(), told, tell):
                 os.close(fd)
+            signal.signal(signal.SIGINT, heeded)
             return _become(*fds)
     os._exit(0)
 
@@ -153,7 +154,6 @@ def _become(text: int, *streams: int) -> list[str]:
     for own, fd in enumerate(streams):
         os.dup2(fd, own)
         os.close(fd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if told["leads"]:
         os.setsid()
     os.chdir(told["cwd"])

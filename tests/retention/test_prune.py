@@ -139,16 +139,19 @@ def test_a_damaged_newest_one_does_not_make_the_good_one_before_it_go() -> None:
     assert latest.ref.step == 2
 
 
-def test_where_an_attempt_record_is_lost_nobody_knows_what_is_abandoned() -> None:
+def test_where_an_attempt_has_no_record_and_no_commit_nobody_knows_what_is_abandoned() -> None:
     storage = MemoryStorage()
     run = Run(storage, 1, 2)
     run.attempt(2, run.refs[2])
-    second = run.commit(2, 3, None)  # says nothing of its parent
+    second = run.commit(2, 3, run.refs[2])
     run.attempt(3, second)
     run.commit(3, 4, second)
     storage.delete(layout.attempt_key(2))
     plan = Pruner(storage, LAST, FakeClock()).plan()
-    assert [v.commit.ref.step for v in plan.delete] == [3]
+    assert [v.commit.ref.step for v in plan.delete] == [1, 2, 3], "its commit says what it continued"
+    storage.delete(layout.commit_key(2, 3))
+    plan = Pruner(storage, LAST, FakeClock()).plan()
+    assert plan.delete == []
     reasons = {v.commit.ref.step: v.reason for v in plan.keep}
     assert reasons[1].startswith("set aside: ")
     assert "attempts/000002.json" in reasons[1]
@@ -304,7 +307,9 @@ def test_another_commit_under_the_same_key_is_left_alone() -> None:
 
 def test_records_are_read_and_verified_once() -> None:
     faulty = FaultyStorage(MemoryStorage())
-    run = Run(faulty, *range(1, 9))
+    run = Run(faulty)
+    for step in range(1, 9):
+        run.commit(1, step, annotations={"loss": str(step)})
     policy = RetentionPolicy(keep_last=2, keep_every=2, keep_best=KeepBest("loss"))
     pruner = Pruner(faulty, policy, FakeClock(), epoch=1)
     pruner.after_save(8, committed=True, uncommitted=0)
@@ -330,3 +335,22 @@ def test_a_run_that_keeps_all_looks_for_leftovers_once_and_then_only_after_failu
     faulty.calls.clear()
     pruner.after_save(4, committed=True, uncommitted=1)
     assert faulty.calls == []
+
+
+def test_case_e07_a_metric_that_never_comes_deletes_nothing_and_is_told() -> None:
+    storage = MemoryStorage()
+    run = Run(storage)
+    pruner = Pruner(
+        storage, RetentionPolicy(keep_last=1, keep_best=KeepBest("val_loss")), FakeClock(), epoch=1
+    )
+    told = []
+    for step in range(1, 6):
+        run.commit(1, step, annotations={"loss": "1"})
+        done = pruner.after_save(step, committed=True, uncommitted=0)
+        assert done.deleted == []
+        told.append(done.no_metric)
+    assert told[:2] == [None, None], "with a metric, as many could stay"
+    assert told[-1] == {"metric": "val_loss", "checkpoints": 5, "annotations": ["loss"]}
+    run.commit(1, 6, annotations={"val_loss": "0.5"})
+    done = pruner.after_save(6, committed=True, uncommitted=0)
+    assert ([r.step for r in done.deleted], done.no_metric) == ([1, 2, 3, 4, 5], None)

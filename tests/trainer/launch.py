@@ -17,15 +17,12 @@ ROOT = Path(__file__).parents[2]
 STORE: Any = vars(torch.distributed)["TCPStore"]
 
 
-def torchrun(
+def launch(
     module: str, *args: str | Path, ranks: int, restarts: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module on some ranks of this machine and wait; a free port is chosen.
-
-    The ranks are fresh processes; only torchrun itself is a fork.
-    """
+    """`trainer launch` of a module on some ranks of this machine; a free port is chosen."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+        *(sys.executable, "-m", "trainer.cli", "launch", "--standalone", "--local-addr=127.0.0.1"),
         f"--nproc-per-node={ranks}",
         f"--max-restarts={restarts}",
         *("-m", module, *map(str, args)),
@@ -36,7 +33,7 @@ def torchrun(
 def run_ranks(
     module: str, *args: str | Path, ranks: int, restarts: int
 ) -> list[subprocess.CompletedProcess[str]]:
-    """As `torchrun`, with ranks that are forks and this process as their agent; the last life of each."""
+    """The same with this process as the agent, which ends no rank; the last life of each."""
     for life in range(restarts + 1):
         store = STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {

@@ -10,7 +10,7 @@ import torch
 
 from ckpt.catalog import Catalog
 from ckpt.storage import open_storage
-from tests.trainer.launch import read_state, run_ranks, torchrun
+from tests.trainer.launch import launch, read_state, run_ranks
 from tests.trainer.worker_settings import BATCH_SIZE
 from trainer.ett import read_report
 from trainer.movielens import load_movielens
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.crash]
 class Runs:
     """A straight run and one that lost its last rank after step 13, three steps after a commit.
 
-    Two ranks that lose one are torchrun's.
+    Two ranks that lose one are those of `trainer launch`.
     """
 
     world_size: int
@@ -45,7 +45,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if ranks == 1:
             ends = run_ranks(*cut, ranks=ranks, restarts=1)
         else:
-            ends = [torchrun(*cut, ranks=ranks, restarts=1)]
+            ends = [launch(*cut, ranks=ranks, restarts=1)]
     for end in [*ends, *straight.result()]:
         assert end.returncode == 0, end.stderr
     return found
