@@ -161,10 +161,10 @@ class _Walk:
             return self._told(SCALARS[kind](value), path, 1, began_s)
         if kind is dict:
             return self.mapping(value, path, owner, depth)
-        if kind in MAPPINGS:
-            return self._typed(value, path, owner, depth)
         if kind is list or kind is tuple:
             return self._list(value, path, owner, depth)
+        if kind in MAPPINGS:
+            return self._typed(value, path, owner, depth)
         if isinstance(value, PerRank):
             return self._own(value, path, owner, depth)
         if isinstance(value, torch.Tensor | ShardedTensor):

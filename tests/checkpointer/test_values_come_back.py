@@ -20,8 +20,11 @@ from ckpt import Checkpointer, PerRank
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError
 from ckpt.events import ListSink
-from ckpt.export import export_dcp, export_torch
+from ckpt.export import export_dcp, export_safetensors, export_torch
+from ckpt.foreign import open_foreign
+from ckpt.importing import Target, import_checkpoint
 from ckpt.restore import CheckpointReader
+from ckpt.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from tests.checkpointer.ranks import on_ranks
 from tests.unit import kinds
@@ -322,4 +325,20 @@ def test_exports_hold_what_other_programs_know(tmp_path: Any) -> None:
         "progress": {"step": 1, "made": 1},
         "size": torch.Size([2]),
     }
+    # What we export we can import as it was; DCP takes an object with tensors for one pickle.
     export_dcp(reader, tmp_path / "dcp", keys)
+    export_safetensors(reader, tmp_path / "x.safetensors", keys)
+    for name in ("dcp", "x.safetensors"):
+        root = tmp_path / f"{name}-run"
+        with open_foreign(tmp_path / name) as foreign:
+            import_checkpoint(foreign, Target(LocalStorage(root), 1))
+        state = dict.fromkeys(("n", "counts", "stage", "size"))
+        got = restored(LocalStorage(root), state, exclude=["model*", "progress*"])
+        assert same(got["n"], np.float64(1.5))
+        assert same(got["counts"], Counter("aab"))
+        assert got["stage"] is Colour.RED
+        assert got["size"] == torch.Size([2])
+    whole = {"model": None, "progress": None, **state}
+    got = restored(LocalStorage(root), whole)
+    assert type(got["model"]) is OrderedDict
+    assert same(dataclasses.replace(got["progress"], best=0), Progress(1, 0))
