@@ -79,7 +79,7 @@ class Checkpointer:
             torch.distributed, or a single process where it isn't initialised.
         sink: receives events; by default they go to the `sidestage` logger.
         annotations: strings that every commit carries, such as a serving description's id.
-        spell: how the caller writes what a refused restore advises, where that isn't an argument of restore().
+        spell: how the caller writes the terms that a refused restore advises; by default as arguments of it.
 
     Raises:
         BadInputError, StorageError: the root can't be used.

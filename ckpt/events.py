@@ -22,7 +22,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `not_restored` | step, keys |
 | `checkpoint_set_aside` | step, epoch, error |
 | `pruned`, `prune_failed` | steps; error, problems |
-| `keep_best_without_metric` | metric, checkpoints, annotations: no commit has the metric, so all are kept; once |
+| `keep_best_without_metric` | metric, checkpoints, annotations: none has the metric, so all are kept; once |
 | `single_writer_only` | root |
 """
 

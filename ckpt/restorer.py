@@ -22,7 +22,6 @@ from ckpt.pins import Pin
 from ckpt.prefetch import Prefetch
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage
-from ckpt.terms import Spell, as_argument
 from ckpt.target import (
     Mismatch,
     Source,
@@ -33,6 +32,7 @@ from ckpt.target import (
     loaded_tree,
     refuse,
 )
+from ckpt.terms import Spell, as_argument
 from ckpt.tree import FlatState, assign
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 
@@ -147,7 +147,7 @@ class Restorer:
                 source,
                 ref.step,
                 partial=terms.partial,
-                advised=self._spell("partial", True),  # noqa: FBT003 - a term's value
+                advised=self._spell("partial", True),
             )
 
         verdict = self._coordinator.decide(f"{terms.tag}/fits", mine, agree, self._timeout_s)
