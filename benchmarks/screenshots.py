@@ -127,6 +127,7 @@ class Play:
             save_id="s0",
             world_size=1,
             parent=None,
+            continues=None,
             saved_at_s=self.clock.now_s - 3,
             committed_at_s=self.clock.now_s,
             tensor_bytes=0,

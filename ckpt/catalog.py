@@ -6,11 +6,13 @@ verification.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt import layout
 from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.identity import identify
 from ckpt.lineage import AttemptInfo, CommitInfo, CommitStatus, Place, Tree
 from ckpt.manifest import CommitRecord, RunRecord, decode
 from ckpt.storage import Readable
@@ -35,14 +37,16 @@ class Catalog:
         self._storage = storage
 
     def run(self) -> RunRecord:
-        """The run's own record; NotFoundError if no trainer has used this root."""
-        try:
-            data = self._storage.read(layout.RUN)
-        except NotFoundError:
+        """The run's own record, or what its commits say where that is lost; see `identify`.
+
+        NotFoundError if no trainer has used this root.
+        """
+        found = identify(self._storage)
+        if found is None:
             raise NotFoundError(
                 f"no Sidestage run at {self._storage.url}: it has no {layout.RUN}; check the path"
-            ) from None
-        return decode(RunRecord, data, layout.RUN)
+            )
+        return found.record
 
     def attempts(self) -> list[AttemptInfo]:
         """All attempts, oldest first."""
@@ -62,19 +66,33 @@ class Catalog:
                 info = tree.commit(place, "ancestor")
             elif info is None:
                 info = tree.commit(Place(epoch, step, None), "abandoned")
-                if info and info.problem is None and epoch not in tree.epochs:
-                    info = replace(info, problem=f"{layout.attempt_key(epoch)} is missing")
+                if info and info.problem is None:
+                    info = replace(info, problem=tree.doubt(epoch))
             if info is not None:
                 found.append(info)
         return found
 
-    def lineage(self) -> list[CommitInfo]:
+    def lineage(
+        self, lost: Callable[[str, str], None] = lambda key, why: None
+    ) -> list[CommitInfo]:
         """The run's lineage, newest first, damaged commits included; files aren't checked.
 
-        Raises UnsupportedFormatError if another version of the format began the newest attempt.
+        lost: told of each record that the lineage lacks: its key, and what that means.
+
+        Raises UnsupportedFormatError if another version of the format began the newest attempt, and
+        CorruptError if there are commits and none of them can be what the run is to go on from.
         """
         tree = self.tree()
-        found = (tree.commit(place, "ancestor") for place in tree.lineage(strict=True))
+        places = tree.lineage(strict=True)
+        if why := tree.lost():
+            raise CorruptError(
+                f"{self._storage.url}: {why}. Put the missing commit back from a copy, begin a new run "
+                f"with `ckpt branch {self._storage.url}@EPOCH/STEP NEWROOT`, or start from scratch with "
+                f"restore(state, fresh=True)"
+            )
+        for key, what in tree.losses(places):
+            lost(key, what)
+        found = (tree.commit(place, "ancestor") for place in places)
         return [info for info in found if info is not None]
 
     def latest(self) -> CommitInfo | None:
@@ -170,7 +188,7 @@ class Catalog:
                 f"{where}: step {step} is abandoned, not an ancestor of the latest; "
                 f"name it with its epoch: {' or '.join(abandoned)}"
             )
-        newest = max(tree.epochs, default=0)
+        newest = tree.newest_epoch
         if next(iter(self._storage.list(layout.step_data_prefix(newest, step))), None):
             return (
                 f"{where}: step {step} isn't committed: its save in epoch {newest} is in flight, or was "

@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from ckpt import commit
+from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
 from ckpt.digest import digest_of
@@ -54,7 +56,7 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
-from ckpt.terms import Spell, as_argument
+from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues, without_tensors
@@ -79,7 +81,7 @@ class Checkpointer:
             torch.distributed, or a single process where it isn't initialised.
         sink: receives events; by default they go to the `sidestage` logger.
         annotations: strings that every commit carries, such as a serving description's id.
-        spell: how the caller writes the terms that a refused restore advises; by default as arguments of it.
+        spell: how the caller writes what a refused restore advises, if not as an argument of restore().
 
     Raises:
         BadInputError, StorageError: the root can't be used.
@@ -110,7 +112,8 @@ class Checkpointer:
         self._persister: Persister | None = None
         self._pruner: Pruner | None = None  # on rank 0
         self._told_no_metric = False
-        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink)
+        self._kernels = Kernels()
+        self._walk = StateWalk(self._coordinator.rank, self._clock, self._sink, self._kernels)
         self._layout: Layout | None = None  # of the last save, which `_plan` is for
         self._plan: RankPlan | None = None
         self._replica_check: tuple[Layout, ReplicaCheck] | None = None
@@ -133,6 +136,7 @@ class Checkpointer:
             untracked=self._outcomes.untracked,
             hurry=self._engine.threads.hurry,
             lift=self._engine.threads.lift,
+            living=self._kernels.living,
         )
         self._sequence = 0
         self._rounds = 0  # of talks about what to restore and which epoch to claim
@@ -184,6 +188,11 @@ class Checkpointer:
         step: int | None = None,
         elastic: bool = False,
         partial: bool = False,
+        exclude: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        rows: Sequence[str] = (),
+        other_optimizer: bool = False,
+        approximate: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
@@ -193,25 +202,44 @@ class Checkpointer:
             state: as for save(). Tensors are filled in place, objects get load_state_dict,
                 values inside dicts are replaced, and so is the value of each PerRank.
             step: restore this step instead of the newest; later commits become abandoned.
-            elastic: accept another number of ranks; PerRank parts then stay as they are.
-            partial: accept keys that only one side has; they stay as they are.
+            elastic: accept another number of ranks; parts of single ranks then stay as they are.
+            partial: accept keys that only one side has; those of the state stay as they are.
+            exclude: patterns of keys that aren't restored, see ckpt.terms.RestoreTerms.
+            rename: beginnings of keys in the checkpoint, and what they are in this state.
+            rows: patterns of tensors whose sizes may differ: what both have is restored.
+            other_optimizer: accept the state of another optimizer class.
+            approximate: accept optimizer state that another sharding can only approximate.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.
 
         Returns None on a root without checkpoints.
 
-        Raises BadInputError before anything is changed if names, shapes or dtypes differ, and
-        CorruptError if no checkpoint verifies. A damaged checkpoint is set aside, said in an
-        event, and the next older one is used.
+        Every rank plans, all agree, all that is needed is read and checked, and only then anything
+        changes. Raises BadInputError, on all ranks, if names, shapes, dtypes, optimizers or groups
+        differ, and CorruptError if no checkpoint verifies: nothing was changed then. A damaged
+        checkpoint is set aside, said in an event, and the next older one is used. RestoreError, on
+        all ranks, if a `load_state_dict` fails: what was changed is said.
         """
         self._check_open()
         if self._attempt is not None:
             raise BadInputError("restore() comes once, before the first save()")
         self._coordinator.check_place()
+        terms = RestoreTerms(
+            partial=partial,
+            exclude=tuple(exclude),
+            rename=dict(rename or {}),
+            rows=tuple(rows),
+            elastic=elastic,
+            other_optimizer=other_optimizer,
+            approximate=approximate,
+        )
         tag = self._round("restore")
         try:
-            flat = flatten(state, self._coordinator.rank)
+            canonical = Canonical(self._coordinator.rank, self._kernels)
+            if isinstance(state, Mapping):
+                canonical.look(state)
+            flat = flatten(state, self._coordinator.rank, canonical.taken)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:
                 raise BadInputError(
@@ -222,6 +250,7 @@ class Checkpointer:
                 self._agree_on(tag, describe(e))
             raise
         self._agree_on(tag, {})
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -239,12 +268,12 @@ class Checkpointer:
             limited(None, self._outcomes.retried),
         ):
             if not fresh:
-                result = restorer.restore(state, flat, step=step, elastic=elastic, partial=partial)
+                result = restorer.restore(state, flat, canonical, step=step, terms=terms)
             elif step is not None:
                 raise BadInputError("restore(): give step or fresh, not both")
             if result is None:  # else they are the same values by now, on all ranks
                 self._compare_values(tag, flat.values)
-            self._begin_attempt(result.commit if result else None)
+            self._begin_attempt(result, fresh=fresh)
         if result is not None:
             self._last_step = result.step
         self._stager.guard(state)  # now, at start-up: its memory is touched once
@@ -608,6 +637,7 @@ class Checkpointer:
     def _begin_unrestored(self) -> None:
         """A first save without restore(): only on a root that has nothing to lose."""
         self._coordinator.check_place()
+        self._check_root()
         restorer = Restorer(
             self._storage,
             self._coordinator,
@@ -623,16 +653,29 @@ class Checkpointer:
             )
         self._begin_attempt(None)
 
-    def _begin_attempt(self, parent: CommitRef | None) -> None:
-        """Claim an epoch for all ranks, and start to be able to commit."""
+    def _check_root(self) -> None:
+        """Raise on all ranks what stands against this root, before anything is changed. Collective."""
 
-        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+        def look(_: list[dict[str, Any]]) -> None:
             check_place(self._storage)  # before the probe, which writes
             if not self._storage.probe():
                 self._sink.emit("single_writer_only", root=self._storage.url)
-            run = commit.open_run(self._storage, self._clock)
+            commit.check_run(self._storage)
+
+        self._coordinator.decide(self._round("root"), {}, look, self._config.commit_timeout_s)
+
+    def _begin_attempt(self, restored: RestoreResult | None, *, fresh: bool = False) -> None:
+        """Claim an epoch for all ranks, and start to be able to commit."""
+        parent = restored.commit if restored else None
+        world_size = restored.world_size if restored else None
+
+        def claim(_: list[dict[str, Any]]) -> dict[str, Any]:
+            why = commit.how_it_starts(self._storage, parent, world_size, fresh=fresh)
+            run = commit.open_run(self._storage, self._clock, self._sink)
             world = self._coordinator.world_size
             mine = commit.claim_epoch(self._storage, run, world, parent, self._clock)
+            step = parent.step if parent else None
+            self._sink.emit("started", step=step, root=self._storage.url, why=why)
             return {
                 "epoch": mine.epoch,
                 "run_id": mine.run_id,

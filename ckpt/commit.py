@@ -12,7 +12,16 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckpt import layout
-from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
+from ckpt.catalog import Catalog
+from ckpt.errors import (
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    SidestageError,
+    StorageError,
+)
+from ckpt.events import LogSink
+from ckpt.identity import TOOL, identify
 from ckpt.manifest import (
     AttemptRecord,
     CommitRecord,
@@ -21,43 +30,97 @@ from ckpt.manifest import (
     decode,
     encode,
 )
-from ckpt.storage import Storage, check_place
-from ckpt.types import Clock, CommitRef
-
-TOOL = "sidestage"
+from ckpt.storage import Storage, check_place, owned
+from ckpt.types import Clock, CommitRef, EventSink
 
 T = TypeVar("T")
 
 
-def open_run(storage: Storage, clock: Clock) -> RunRecord:
+def check_run(storage: Storage) -> None:
+    """Raise what `open_run` would for this root, without writing anything."""
+    if identify(storage) is None:
+        check_place(storage)
+
+
+def open_run(storage: Storage, clock: Clock, sink: EventSink | None = None) -> RunRecord:
     """The root's run record, made now if this is the first trainer of the root.
 
-    Raises BadInputError where no run may begin, see `check_place`.
+    Where it was lost, it's written anew from what the run has left, said in an event.
+
+    Raises BadInputError where no run may begin, see `check_place`; ConflictError or CorruptError
+    where it can't be told which run this is, see `identify`.
     """
-    try:
-        return decode(RunRecord, storage.read(layout.RUN), layout.RUN)
-    except NotFoundError:
+    found = identify(storage)
+    if found is not None and found.lost is None:
+        return found.record
+    if found is None:
         check_place(storage)
         record = RunRecord(secrets.token_hex(8), clock.time(), TOOL)
-    with contextlib.suppress(ConflictError):  # another job was first: its record counts
-        storage.create(layout.RUN, encode(record))
+    else:
+        record = found.record
+        (sink or LogSink()).emit("record_lost", key=layout.RUN, why=found.lost)
+    if found is not None and found.damaged:
+        storage.put(layout.RUN, encode(record))  # whoever else does it writes the same
+    else:
+        with contextlib.suppress(ConflictError):  # another job was first: its record counts
+            storage.create(layout.RUN, encode(record))
     return decode(RunRecord, storage.read(layout.RUN), layout.RUN)
 
 
-def claim_epoch(
-    storage: Storage, run: RunRecord, world_size: int, parent: CommitRef | None, clock: Clock
-) -> AttemptRecord:
-    """Claim the next epoch for this attempt. Of several racers each gets its own number."""
-    token = secrets.token_hex(16)
+def how_it_starts(
+    storage: Storage, parent: CommitRef | None, world_size: int | None, *, fresh: bool
+) -> str:
+    """What an attempt begins from, in one line for people; `world_size` is that of the save."""
+    where = storage.url
+    if parent is not None:
+        return (
+            f"resumed at step {parent.step} of {where} (epoch {parent.epoch}, saved by {world_size} "
+            f"rank{'' if world_size == 1 else 's'})"
+        )
+    newest = None
+    if fresh:
+        with contextlib.suppress(SidestageError):  # they are left aside, sound or not
+            newest = Catalog(storage).tree().newest()
+    has = "it has no checkpoints" if newest is None else f"beside checkpoints up to step {newest.step}"
+    if fresh:
+        return f"starts from scratch in {where} as asked (fresh=True){':' if newest is None else ','} {has}"
+    return f"starts from scratch in {where}: {has}"
+
+
+def next_epoch(storage: Storage) -> int:
+    """One above all epochs that an attempt or a commit shows: those whose record was lost count."""
     epochs = {layout.parse_attempt_key(o.key) or 0 for o in storage.list(layout.ATTEMPTS)}
-    # Commits count too: an epoch whose attempt record was lost must not be used again.
     places = (layout.parse_commit_key(o.key) for o in storage.list(layout.COMMITS))
-    epoch = 1 + max(epochs | {place[0] for place in places if place}, default=0)
+    return 1 + max(epochs | {place[0] for place in places if place}, default=0)
+
+
+def claim_epoch(  # noqa: PLR0913 - keyword-only, for imports
+    storage: Storage,
+    run: RunRecord,
+    world_size: int,
+    parent: CommitRef | None,
+    clock: Clock,
+    *,
+    epoch: int | None = None,
+) -> AttemptRecord:
+    """Claim the next epoch for this attempt. Of several racers each gets its own number.
+
+    epoch: the number that data was written for already; else none is taken that has data or a
+    ledger, as of an attempt that has lost its record.
+    """
+    token = secrets.token_hex(16)
+    mine, epoch = epoch, max(epoch or 0, next_epoch(storage))
     while True:
-        record = AttemptRecord(epoch, run.run_id, token, world_size, clock.time(), parent)
-        if create_mine(storage, layout.attempt_key(epoch), encode(record)):
-            return record
+        if epoch == mine or not _has_traces(owned(storage), epoch):
+            record = AttemptRecord(epoch, run.run_id, token, world_size, clock.time(), parent)
+            if create_mine(storage, layout.attempt_key(epoch), encode(record)):
+                return record
         epoch += 1
+
+
+def _has_traces(storage: Storage, epoch: int) -> bool:
+    prefixes = (layout.epoch_data_prefix(epoch), layout.epoch_ledger_prefix(epoch))
+    return any(next(iter(storage.list(prefix)), None) is not None for prefix in prefixes)
 
 
 def check_not_superseded(storage: Storage, attempt: AttemptRecord) -> None:

@@ -236,4 +236,4 @@ def raise_first(payloads: list[dict[str, Any]]) -> None:
     for rank, p in enumerate(payloads):
         if "error" in p:
             error = revive(p)
-            raise type(error)(f"rank {rank}: {error}")
+            raise type(error)(f"rank {rank}: {error}" if len(payloads) > 1 else str(error))

@@ -8,9 +8,10 @@
     ├── CorruptError                  exit 5   do not use this object; take another copy
     ├── StorageError                  exit 6   the store failed or refused: retry, or mend it
     │   └── DeadlineError             exit 6   it took longer than allowed
-    └── SaveError                     exit 7   a checkpoint was not committed; training may go on
-        ├── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
-        └── UntrackedWriteError       exit 7   something but training changed state in an open snapshot
+    ├── SaveError                     exit 7   a checkpoint was not committed; training may go on
+    │   ├── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
+    │   └── UntrackedWriteError       exit 7   something but training changed state in an open snapshot
+    └── RestoreError                  exit 8   a restore failed halfway: build the state anew
 
 Every message names the key, the numbers and the next step, in one line.
 """
@@ -74,3 +75,9 @@ class SaveSkippedError(SaveError):
 
 class UntrackedWriteError(SaveError):
     """State that a snapshot still needed was changed and neither guard nor fence saw it."""
+
+
+class RestoreError(SidestageError):
+    """A part of the state refused what it was given, when others had theirs: the state is a mixture."""
+
+    exit_code = 8

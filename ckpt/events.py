@@ -4,6 +4,8 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 
 | event | fields |
 |---|---|
+| `started` | step (None: from scratch), root, why: the line for people; once for each start, on rank 0 |
+| `record_lost` | key, why: what that means, and what is taken in its place |
 | `attempt_claimed` | epoch, parent |
 | `save_staged` | step, blocked_s, staged_bytes, guarded_bytes |
 | `save_persisted` | step, bytes, persist_s, lag_s: from save() until this rank's receipt was stored |
@@ -22,7 +24,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `not_restored` | step, keys |
 | `checkpoint_set_aside` | step, epoch, error |
 | `pruned`, `prune_failed` | steps; error, problems |
-| `keep_best_without_metric` | metric, checkpoints, annotations: none has the metric, so all are kept; once |
+| `keep_best_without_metric` | metric, checkpoints, annotations: no commit has it, so all are kept; once |
 | `single_writer_only` | root |
 """
 
@@ -38,6 +40,7 @@ _log = logging.getLogger("sidestage")
 
 _WARN = frozenset(
     {
+        "record_lost",
         "save_failed",
         "save_skipped",
         "save_not_finished",
@@ -52,9 +55,16 @@ _WARN = frozenset(
 
 
 class LogSink:
-    """Writes each event as one line to the `sidestage` logger; trouble as a warning."""
+    """Writes each event as one line to the `sidestage` logger; trouble as a warning.
+
+    What a run begins from is a warning, too: Python shows nothing below where nobody has set up
+    logging, and a start from scratch that wasn't meant must not pass unseen.
+    """
 
     def emit(self, name: str, /, **fields: Any) -> None:
+        if name == "started":
+            _log.warning("%s", fields["why"])
+            return
         level = logging.WARNING if name in _WARN else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(level, "%s %s", name, " ".join(f"{k}={v}" for k, v in fields.items()))

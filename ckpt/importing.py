@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ckpt import layout
-from ckpt.commit import claim_epoch, open_run
+from ckpt.commit import claim_epoch, next_epoch, open_run
 from ckpt.config import CheckpointConfig
 from ckpt.digest import digest_of
 from ckpt.errors import ConflictError, SidestageError
@@ -94,7 +94,7 @@ def import_checkpoint(
     parent = target.check()
     saved_at_s = clock.time()
     storage, pieces = target.storage, _Pieces(foreign, progress)
-    epoch = _next_epoch(storage)
+    epoch = next_epoch(storage)
     # Drawn at random: an import that was killed before it claimed this epoch may have left files.
     save_id = f"{secrets.randbelow(10**12):012d}"
     prefix = layout.data_prefix(epoch, target.step, save_id)
@@ -154,16 +154,11 @@ class _Pieces(DefaultSavePlanner):
         return tensor
 
 
-def _next_epoch(storage: Storage) -> int:
-    tree = Tree(storage, None)
-    return 1 + max(tree.epochs | set(tree.steps), default=0)
-
-
 def _claim(
     storage: Storage, expected: int, parent: CommitRef | None, clock: Clock
 ) -> AttemptRecord:
     """Claim the epoch that the data was written for, now that all of it is there."""
-    attempt = claim_epoch(storage, open_run(storage, clock), 1, parent, clock)
+    attempt = claim_epoch(storage, open_run(storage, clock), 1, parent, clock, epoch=expected)
     if attempt.epoch != expected:
         raise ConflictError(
             f"{storage.url}: another job began attempt {attempt.epoch - 1} during the import; import "

@@ -120,9 +120,14 @@ def rank_receipt_key(prefix: str, rank: int) -> str:
     return f"{prefix}r{rank:05d}.receipt.json"
 
 
+def epoch_ledger_prefix(epoch: int) -> str:
+    """What the keys of all event files of an attempt begin with."""
+    return f"{EVENTS}{epoch:06d}/"
+
+
 def ledger_key(epoch: int, rank: int) -> str:
     """Event file of one rank of one attempt."""
-    return f"{EVENTS}{epoch:06d}/r{rank:05d}.jsonl"
+    return f"{epoch_ledger_prefix(epoch)}r{rank:05d}.jsonl"
 
 
 def description_prefix(description_id: str) -> str:

@@ -6,6 +6,9 @@ The run's lineage is that of the newest epoch that has one. All other commits ar
 a run that was taken back to an older step passes the same steps again, and a zombie of an
 older epoch may still be writing.
 
+What an attempt continued stands in its record and in each of its commits: where the record is
+lost or damaged, they are asked. Only where both are gone isn't it known.
+
 Modification times mean nothing: they don't survive a copy, and an object store's clock is
 not the trainer's.
 """
@@ -42,14 +45,19 @@ class CommitInfo:
 
 @dataclass(frozen=True)
 class AttemptInfo:
-    """One attempt as found. `record` is None where it can't be read; `problem` says why.
-
-    Its lineage then goes on where its first commit says; without a commit it has none.
-    """
+    """The record of one attempt as found. It is None where it can't be read; `problem` says why."""
 
     epoch: int
     record: AttemptRecord | None
     problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Life:
+    """What an attempt's commits carry, and the commit that it continued (None: from scratch)."""
+
+    token: str
+    parent: CommitRef | None
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,11 @@ class Tree:
         self._storage = storage
         self._run_id = run_id
         self._attempts: dict[int, AttemptInfo] = {}
+        self._told: dict[int, Life | None] = {}
 
     @cached_property
     def epochs(self) -> set[int]:
-        """Of all attempts."""
+        """Of all attempts whose records are there. Those that only commits show are in `steps`."""
         found = (layout.parse_attempt_key(o.key) for o in self._storage.list(layout.ATTEMPTS))
         return {epoch for epoch in found if epoch is not None}
 
@@ -97,19 +106,90 @@ class Tree:
         except (CorruptError, NotFoundError, UnsupportedFormatError):
             return None
 
+    @property
+    def newest_epoch(self) -> int:
+        """The newest that anything shows; 0 for none."""
+        return max({*self.epochs, *self.steps}, default=0)
+
     def lineage(self, *, strict: bool) -> list[Place]:
-        """That of the newest epoch that has one; empty if no attempt has."""
-        for epoch in sorted(self.epochs, reverse=True):
+        """That of the newest epoch that has one; empty if none has, see `lost`."""
+        for epoch in self._begun():
             if places := list(self._lineage(epoch, strict=strict)):
                 return places
+            if self._continued(epoch):
+                break
         return []
 
     def newest(self) -> Place | None:
         """The first place of the lineage, without reading the rest of it."""
-        for epoch in sorted(self.epochs, reverse=True):
+        for epoch in self._begun():
             if place := next(self._lineage(epoch, strict=False), None):
                 return place
+            if self._continued(epoch):
+                break
         return None
+
+    def lost(self) -> str | None:
+        """Why there is no lineage although there are commits, in one line; None where that isn't so."""
+        if not self.stored or self.newest() is not None:
+            return None
+        epoch, parent = self._gone()[0]
+        return (
+            f"{layout.attempt_key(epoch)} continues {layout.commit_key(parent.epoch, parent.step)}, which "
+            f"is gone with all before it; the commits that are left were abandoned before that"
+        )
+
+    def losses(self, lineage: list[Place]) -> Iterator[tuple[str, str]]:
+        """The keys of records that the run's lineage lacks, each with what that means for it."""
+        if not lineage:
+            return
+        top = lineage[0]
+        taken = f"epoch {top.epoch}, step {top.step} is taken"
+        for epoch, parent in self._gone():
+            if epoch > top.epoch:
+                key = layout.commit_key(parent.epoch, parent.step)
+                yield key, f"{layout.attempt_key(epoch)} continues it, and it is gone; {taken}"
+        epochs = {p.epoch for p in lineage}
+        parents = (self._continued(e) for e in epochs)
+        epochs |= {p.epoch for p in parents if p is not None}
+        epochs |= {e for e in self.epochs if e > top.epoch}
+        for epoch in sorted(epochs, reverse=True):
+            if (problem := self.attempt(epoch).problem) is None:
+                continue
+            if self.life(epoch) is not None:
+                what = "its commits say what it continued"
+            elif epoch > top.epoch:
+                what = f"what it continued isn't known; {taken}"
+            else:
+                what = "what it continued isn't known, so nothing older is used"
+            yield layout.attempt_key(epoch), f"{problem}; {what}"
+
+    def _gone(self) -> list[tuple[int, CommitRef]]:
+        """Epochs above the lineage's first commit that continue one which isn't there, newest first."""
+        top = self.newest()
+        found = []
+        for epoch in self._begun():
+            if top is not None and epoch <= top.epoch:
+                break
+            parent = self._continued(epoch)
+            if parent is not None and (parent.epoch, parent.step) not in self.stored:
+                found.append((epoch, parent))
+        return found
+
+    def doubt(self, epoch: int) -> str | None:
+        """Why it can't be told that a commit of an epoch, in no lineage, was abandoned; else None."""
+        return next((why for e, why in self._unclear.items() if e >= epoch), None)
+
+    @cached_property
+    def _unclear(self) -> dict[int, str]:
+        """The epochs of which nothing says what they continued, and why, by rising epoch."""
+        lives = {epoch: self.life(epoch) for epoch in self._begun()}
+        named = {life.parent.epoch for life in lives.values() if life and life.parent}
+        return {
+            epoch: self.attempt(epoch).problem or ""
+            for epoch in sorted(named | set(lives))
+            if self.life(epoch) is None
+        }
 
     def attempt(self, epoch: int, *, strict: bool = False) -> AttemptInfo:
         if epoch not in self._attempts:
@@ -124,6 +204,17 @@ class Tree:
             info = AttemptInfo(epoch, record if problem is None else None, problem)
             self._attempts[epoch] = info
         return self._attempts[epoch]
+
+    def life(self, epoch: int, *, strict: bool = False) -> Life | None:
+        """What is known of an attempt, from its record or else from its newest sound commit."""
+        record = self.attempt(epoch, strict=strict).record
+        if record is not None:
+            return Life(record.token, record.parent)
+        if epoch not in self._told:
+            steps = sorted(self.steps.get(epoch, ()), reverse=True)
+            told = (self._life_in(Place(epoch, step, None)) for step in steps)
+            self._told[epoch] = next((life for life in told if life is not None), None)
+        return self._told[epoch]
 
     def commit(
         self, place: Place, status: CommitStatus, *, strict: bool = False
@@ -151,11 +242,13 @@ class Tree:
         key = layout.commit_key(place.epoch, place.step)
         if (record.epoch, record.step) != (place.epoch, place.step):
             return f"{key}: is the record of epoch {record.epoch}, step {record.step}"
-        if self._run_id not in (None, record.run_id) and not self._is_origin(record, ref):
+        if self._run_id not in (None, record.run_id) and not self._inherited(record, ref):
             return f"{key}: belongs to run {record.run_id}, this is run {self._run_id}"
-        attempt = self.attempt(place.epoch).record
-        if attempt is not None and attempt.token != record.attempt_token:
-            return f"{key}: isn't by the attempt in {layout.attempt_key(place.epoch)}"
+        life = self.life(place.epoch)
+        if life is not None and life.token != record.attempt_token:
+            known = self.attempt(place.epoch).record is not None
+            by = layout.attempt_key(place.epoch) if known else "the newest commit of its epoch"
+            return f"{key}: isn't by the attempt in {by}"
         if place.digest not in (None, ref.digest):
             return (
                 f"{key}: isn't the commit that the next attempt continued: digest is {ref.digest}, "
@@ -163,10 +256,23 @@ class Tree:
             )
         return None
 
-    def _is_origin(self, record: CommitRecord, ref: CommitRef) -> bool:
+    def _inherited(self, record: CommitRecord, ref: CommitRef) -> bool:
         """A branch begins with a commit of the run that it came from."""
+        return self._is_origin(record, ref) or ref in self._continued_refs
+
+    def _is_origin(self, record: CommitRecord, ref: CommitRef) -> bool:
         origin = self.origin
         return origin is not None and (origin.commit, origin.source_run_id) == (ref, record.run_id)
+
+    @cached_property
+    def _continued_refs(self) -> set[CommitRef]:
+        """The commits that attempts of this run name: one of another run is a branch's first."""
+        lives = [self.life(epoch) for epoch in self._begun()]
+        return {life.parent for life in lives if life is not None and life.parent is not None}
+
+    def _begun(self) -> list[int]:
+        """The epochs that anything shows, newest first."""
+        return sorted({*self.epochs, *self.steps}, reverse=True)
 
     def _lineage(self, epoch: int, *, strict: bool) -> Iterator[Place]:
         limit: CommitRef | None = None
@@ -176,23 +282,32 @@ class Tree:
                     yield Place(epoch, step, None)
                 elif step == limit.step:
                     yield Place(epoch, step, limit.digest)
-            limit = self._parent(epoch, strict=strict)
+            limit = self._continued(epoch, strict=strict)
             if limit is None:
                 return
             epoch = limit.epoch  # always smaller, so that this ends
 
-    def _parent(self, epoch: int, *, strict: bool) -> CommitRef | None:
-        """The commit that an attempt continued."""
-        record = self.attempt(epoch, strict=strict).record
-        if record is not None:
-            return record.parent
-        # Its first commit says it too, so that one damaged record doesn't cut off a lineage.
-        if epoch in self.steps:
-            first = self.commit(Place(epoch, min(self.steps[epoch]), None), "ancestor")
-            if first and first.record and first.record.parent:
-                parent = first.record.parent
-                return parent if parent.epoch < epoch else None
-        return None
+    def _continued(self, epoch: int, *, strict: bool = False) -> CommitRef | None:
+        """The commit that an attempt continued, as far as it's known."""
+        life = self.life(epoch, strict=strict)
+        return life.parent if life is not None else None
+
+    def _life_in(self, place: Place) -> Life | None:
+        """What a commit says of its attempt; None where it isn't sound, or isn't this run's."""
+        key = layout.commit_key(place.epoch, place.step)
+        try:
+            data = self._storage.read(key)
+            record = decode(CommitRecord, data, key)
+        except (CorruptError, NotFoundError, UnsupportedFormatError):
+            return None
+        if (record.epoch, record.step) != (place.epoch, place.step):
+            return None
+        if self._is_origin(record, CommitRef(place.epoch, place.step, digest_of(data))):
+            return Life(record.attempt_token, None)  # what it continued lies in the other root
+        older = record.continues is None or record.continues.epoch < place.epoch
+        if not older or self._run_id not in (None, record.run_id):
+            return None
+        return Life(record.attempt_token, record.continues)
 
     def _attempt_problem(self, epoch: int, record: AttemptRecord) -> str | None:
         key = layout.attempt_key(epoch)

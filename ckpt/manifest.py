@@ -77,9 +77,10 @@ class Receipt:
 class CommitRecord:
     """The one object that makes a checkpoint exist. What it doesn't list doesn't exist.
 
-    `parent` is the previous commit of this lineage; `digest` in a CommitRef that names this
-    commit is the digest of this record's bytes. `annotations` are the trainer's own notes, such as
-    which serving description fits.
+    `parent` is the previous commit of this lineage, `continues` the one that its attempt began
+    with (None: from scratch), so that the lineage is found without the attempt's record. `digest`
+    in a CommitRef that names this commit is that of this record's bytes. `annotations` are the
+    trainer's own notes, such as which serving description fits.
     """
 
     KIND: ClassVar[str] = "commit"
@@ -91,6 +92,7 @@ class CommitRecord:
     save_id: str
     world_size: int
     parent: CommitRef | None
+    continues: CommitRef | None
     saved_at_s: float
     committed_at_s: float
     tensor_bytes: int

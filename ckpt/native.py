@@ -193,7 +193,14 @@ def memory_at(address: int, nbytes: int) -> memoryview:
     return view
 
 
+def memory_to_fill(address: int, nbytes: int) -> memoryview:
+    """Host memory as bytes to write, as `memory_at`."""
+    view: memoryview = _view(address, nbytes, _PYBUF_WRITE)
+    return view
+
+
 _PYBUF_READ = 0x100
+_PYBUF_WRITE = 0x200
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object

@@ -7,7 +7,7 @@ empty dicts get lost. A tuple, or a list of nothing but plain values, is one obj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import BadInputError, CorruptError
@@ -109,6 +109,42 @@ def number_optimizer_state(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(number_optimizer_state(v) for v in tree)
     return tree
+
+
+def named_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    """(path, part) of the parts of a tree that are a plain optimizer's, whose parameters have names."""
+    if not isinstance(tree, dict):
+        return
+    if {"class", "state", "param_groups"} <= set(tree) and isinstance(tree["state"], dict):
+        yield path, tree
+    else:
+        for k, v in tree.items():
+            yield from named_optimizers(v, (*path, k))
+
+
+def parameter_names(optimizer: Mapping[Any, Any]) -> list[Any]:
+    """What a plain optimizer's part of a tree calls its parameters, in the order of their numbers."""
+    groups = optimizer["param_groups"]
+    if not isinstance(groups, list):
+        return []
+    return [p for g in groups if isinstance(g, dict) for p in g.get("params") or ()]
+
+
+def numbered_optimizers(tree: Any) -> Any:
+    """A copy of `tree` in which plain optimizers are as torch's own state dicts are, by number."""
+    if not isinstance(tree, dict):
+        return tree
+    if not any(True for _ in named_optimizers({"": tree} if "class" in tree else tree)):
+        return tree
+    if "class" not in tree or not isinstance(tree.get("state"), dict):
+        return {k: numbered_optimizers(v) for k, v in tree.items()}
+    numbers: dict[Any, int] = {}
+    for n, name in enumerate(parameter_names(tree)):
+        numbers.setdefault(name, n)
+    groups = [{**g, "params": [numbers[p] for p in g["params"]]} for g in tree["param_groups"]]
+    state = {numbers.get(k, k): v for k, v in tree["state"].items()}
+    rest = {k: v for k, v in tree.items() if k != "class"}
+    return {**rest, "state": state, "param_groups": groups}
 
 
 def pruned(tree: Any, keep: set[str]) -> Any:

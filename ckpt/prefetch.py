@@ -24,7 +24,7 @@ from ckpt.digest import check_digest
 from ckpt.errors import NotFoundError, SidestageError
 from ckpt.machine import available_bytes
 from ckpt.manifest import AttemptRecord, CommitRecord, RunRecord, unseal
-from ckpt.storage import LocalStorage, Root, Storage, owned, storage_of
+from ckpt.storage import LocalStorage, NearObject, Root, Storage, near, owned, storage_of
 from ckpt.types import FileEntry, ObjectInfo
 
 MOST_HELD_BYTES = 64 << 20
@@ -88,6 +88,10 @@ class Prefetch:
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """As the store's own."""
         self.storage.read_into(key, start, buffer)
+
+    def near(self, key: str) -> NearObject | None:
+        """As the store's own."""
+        return near(self.storage, key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """As the store's own, now. What isn't the object any more that was read ahead isn't used."""

@@ -28,7 +28,6 @@ from ckpt.survey import (
     KeepsParts,
     SavedData,
     Surveyor,
-    newest_epoch,
     unfinished_uploads,
     unlisted,
 )
@@ -132,7 +131,7 @@ class Pruner:
         expired = self._board.expired()
         data = list(self._survey.saves(self._scope)) if self._scope else []
         tree = Catalog(self._storage).tree()
-        newest = newest_epoch(tree)
+        newest = tree.newest_epoch
         places = frozenset(tree.stored)
         if self._epoch not in (None, newest):
             return PrunePlan(newest, [], [], [], [], [], places)
@@ -179,7 +178,7 @@ class Pruner:
         pins: dict[tuple[int, int], list[str]] = {}
         try:
             pins = self._board.holders()
-            stop = newest_epoch(Catalog(self._storage).tree()) != plan.epoch
+            stop = Catalog(self._storage).tree().newest_epoch != plan.epoch
         except SidestageError as e:
             result.problems.append(str(e))
             stop = True

@@ -180,6 +180,7 @@ def commit_parts(
         save_id=first.save_id,
         world_size=first.world_size,
         parent=first.parent,
+        continues=attempt.parent,
         saved_at_s=first.saved_at_s,
         committed_at_s=clock.time(),
         tensor_bytes=sum(p.receipt.tensor_bytes for p in parts),

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import zstandard
 
-from ckpt.digest import check_digest, new_hasher
+from ckpt.chunks import CHANGED, OTHER, ChunkReader, Kept, Piece
+from ckpt.config import launched_ranks
+from ckpt.digest import check_digest
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
 from ckpt.index import (
     Box,
@@ -29,8 +30,10 @@ from ckpt.index import (
     row_bytes,
 )
 from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX, OBJECTS_SUFFIX
+from ckpt.machine import available_bytes
 from ckpt.manifest import CommitRecord, unseal
 from ckpt.parallel import each
+from ckpt.placing import Target, memory_of, place_of, shared_dims
 from ckpt.storage import Readable
 from ckpt.tree import host_bytes, torch_dtype
 from ckpt.types import FileEntry
@@ -38,6 +41,7 @@ from ckpt.united import UnitedValues
 from ckpt.values import decode_value
 
 OBJECTS_KIND = "objects"
+_KEEP_SHARE = 4  # one part in so many of the available memory may hold checked bytes
 
 
 class _Stored(NamedTuple):
@@ -81,6 +85,7 @@ class CheckpointReader:
         self._storage = storage
         self._workers = workers
         self._shards: dict[str, list[_Stored]] = {}
+        self._chunks = ChunkReader(storage, workers)
         files = {f.key: f for f in record.files}
         indexes = [f for k, f in files.items() if k.endswith(INDEX_SUFFIX)]
         known = self._read_indexes(files, indexes)
@@ -146,6 +151,20 @@ class CheckpointReader:
             raise NotFoundError(f"{fqn}: no such tensor in step {self.record.step}{hint}")
         return self.tensors[fqn]
 
+    def same_chunks(self, one: str, other: str) -> bool:
+        """Are two tensors known to be equal, since they are cut alike and their chunks have one digest?"""
+        a, b = self.info(one), self.info(other)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        return self._digests(one) == self._digests(other)
+
+    def _digests(self, fqn: str) -> list[Any]:
+        return sorted(
+            (s.shard.offsets, s.shard.sizes, s.digest, c.row, c.rows, c.codec, c.digest)
+            for s in self._shards[fqn]
+            for c in s.shard.chunks
+        )
+
     def read(self, fqn: str) -> torch.Tensor:
         """A whole tensor, in host memory."""
         info = self.info(fqn)
@@ -157,24 +176,92 @@ class CheckpointReader:
         """Fill `out` with the box of the tensor that starts at `offsets` and has out's shape.
 
         `out` may be any strided view on any device; it must have the stored dtype. Raises
-        BadInputError for another dtype, or a box that isn't inside the tensor.
+        BadInputError for another dtype, or a box that isn't inside the tensor; CorruptError, with a part
+        of `out` filled already.
         """
-        info = self.info(fqn)
-        if not len(info.shape) == len(offsets) == out.dim() or any(
-            o < 0 or o + n > size for o, n, size in zip(offsets, out.shape, info.shape, strict=True)
+        self._fill([Target(fqn, out, tuple(offsets))])
+
+    def check(self, targets: Sequence[Target]) -> None:
+        """See that `fill` of the same targets will succeed: every byte that it needs is read and checked.
+
+        Nothing is changed. From a store that isn't near, what there is room for is kept in memory until
+        then: a quarter of what is available on this host, shared by its ranks. Raises BadInputError as
+        `read_into`, and for memory that elements share although they are stored with different values;
+        CorruptError naming the object.
+        """
+        self._chunks.kept = Kept(self._keep_bytes())
+        self._chunks.check(self._pieces(targets, place=False))
+        for target in targets:
+            if shared_dims(target.out):
+                self._check_alike(target)
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill all targets, which `check` has passed. Every byte is checked once more.
+
+        Raises CorruptError if a byte has changed since: a part of the targets is then filled already.
+        """
+        self._fill(targets, CHANGED)
+
+    def load(self, targets: Sequence[Target]) -> None:
+        """Fill memory of our own, which nobody else has a use for yet: no `check` comes before."""
+        self._fill(targets)
+
+    def _fill(self, targets: Sequence[Target], advice: str = OTHER) -> None:
+        self._chunks.fill(self._pieces(targets, place=True), advice)
+        # Memory is written under torch; its versions tell row guards and autograd that it was.
+        torch.autograd.graph.increment_version([t.out for t in targets])
+
+    def _pieces(self, targets: Sequence[Target], *, place: bool) -> list[Piece]:
+        """The chunks that hold something of the targets, each once; where it goes, if that is asked."""
+        pieces: dict[tuple[int, int], Piece] = {}
+        for target in targets:
+            info = self._fits(target)
+            fqn, out, offsets = memory_of(target)
+            for stored in self._shards[fqn]:
+                shard = stored.shard
+                box = _overlap(shard.offsets, shard.sizes, offsets, out.shape)
+                for chunk in _chunks_of(shard, box) if box is not None else ():
+                    piece = pieces.get((id(stored), chunk.row))
+                    if piece is None:
+                        piece = pieces[id(stored), chunk.row] = _piece(info, stored, chunk)
+                    if place:
+                        at = (
+                            (shard.offsets[0] + chunk.row, *shard.offsets[1:])
+                            if shard.sizes
+                            else ()
+                        )
+                        piece.places.append(place_of(out, offsets, at, piece.shape))
+        return list(pieces.values())
+
+    def _fits(self, target: Target) -> TensorInfo:
+        info, out = self.info(target.fqn), target.out
+        if not len(info.shape) == len(target.offsets) == out.dim() or any(
+            o < 0 or o + n > size
+            for o, n, size in zip(target.offsets, out.shape, info.shape, strict=True)
         ):
             raise BadInputError(
-                f"{fqn}: no box at {tuple(offsets)} of {tuple(out.shape)} in shape {info.shape}"
+                f"{target.fqn}: no box at {tuple(target.offsets)} of {tuple(out.shape)} in shape "
+                f"{info.shape}"
             )
         if out.dtype != torch_dtype(info.dtype):
-            raise BadInputError(f"{fqn}: stored as {info.dtype}, the target is {out.dtype}")
-        jobs = []
-        for stored in self._shards[fqn]:
-            box = _overlap(stored.shard.offsets, stored.shard.sizes, offsets, tuple(out.shape))
-            if box is not None:
-                jobs += [(stored, c) for c in _chunks_of(stored.shard, box)]
-        # list() so that the first error of any worker is raised here
-        list(each(lambda j: self._copy_chunk(info, *j, out, offsets), jobs, self._workers))
+            raise BadInputError(f"{target.fqn}: stored as {info.dtype}, the target is {out.dtype}")
+        return info
+
+    def _check_alike(self, target: Target) -> None:
+        """Elements that share memory can take only one value."""
+        stored = torch.empty(target.out.shape, dtype=target.out.dtype, device="cpu")
+        self.read_into(target.fqn, stored, target.offsets)
+        one = stored
+        for dim in shared_dims(target.out):
+            one = one.narrow(dim, 0, 1)
+        if host_bytes(one.expand(stored.shape).contiguous()) != host_bytes(stored):
+            raise BadInputError(
+                f"{target.fqn}: is an expanded view, whose elements share memory, and is stored with "
+                f"different values; clone it"
+            )
+
+    def _keep_bytes(self) -> int:
+        return (available_bytes() or 0) // _KEEP_SHARE // launched_ranks()[2]
 
     def iter_rows(
         self,
@@ -265,46 +352,13 @@ class CheckpointReader:
                 for chunk in _chunks_of(stored.shard, box):
                     _place(cache.chunk(stored, chunk), stored.shard, chunk, out, at)
 
-    def _copy_chunk(
-        self,
-        info: TensorInfo,
-        stored: _Stored,
-        chunk: ChunkEntry,
-        out: torch.Tensor,
-        offsets: Sequence[int],
-    ) -> None:
-        _place(self.load_chunk(info, stored, chunk), stored.shard, chunk, out, offsets)
-
     def load_chunk(self, info: TensorInfo, stored: _Stored, chunk: ChunkEntry) -> torch.Tensor:
         """One chunk's rows, checked and decompressed."""
-        shard = stored.shard
-        raw_bytes = chunk.rows * row_bytes(shard.sizes, info.dtype)
-        what = f"{stored.data_key}: {info.fqn} rows {chunk.row}+{chunk.rows}"
-        shape = (chunk.rows, *shard.sizes[1:]) if shard.sizes else ()
-        out = torch.empty(shape, dtype=torch_dtype(info.dtype), device="cpu")
-        if chunk.codec == "raw":
-            target = host_bytes(out)
-        else:
-            packed = bytearray(chunk.stored_bytes)
-            target = memoryview(packed)
-        try:
-            self._storage.read_into(stored.data_key, chunk.offset, target)
-        except NotFoundError:
-            raise CorruptError(f"{what}: the file is gone; use another checkpoint") from None
-        hasher = new_hasher(stored.digest)
-        hasher.update(target)
-        if hasher.digest().ljust(32, b"\0") != chunk.digest:
-            raise CorruptError(f"{what}: bytes don't match their digest; use another checkpoint")
-        if chunk.codec == "zstd":
-            try:
-                # A frame's own word about its size would overrule max_output_size.
-                size = zstandard.frame_content_size(target)
-                if size != raw_bytes:
-                    raise CorruptError(f"{what}: holds {size} bytes, expected {raw_bytes}")
-                raw = zstandard.ZstdDecompressor().decompress(target)
-            except zstandard.ZstdError as e:
-                raise CorruptError(f"{what}: can't be decompressed: {e}") from None
-            host_bytes(out)[:] = raw
+        piece = _piece(info, stored, chunk)
+        out = torch.empty(piece.shape, dtype=torch_dtype(info.dtype), device="cpu")
+        zeros = (0,) * out.dim()
+        piece.places.append(place_of(out, zeros, zeros, piece.shape))
+        self._chunks.fill([piece])
         return out
 
     def _whole(self, file: FileEntry) -> bytes:
@@ -367,6 +421,18 @@ class _ChunkCache:
             self._held.popitem(last=False)
         self._held[key] = self._reader.load_chunk(self._info, stored, chunk)
         return self._held[key]
+
+
+def _piece(info: TensorInfo, stored: _Stored, chunk: ChunkEntry) -> Piece:
+    sizes = stored.shard.sizes
+    return Piece(
+        stored.data_key,
+        f"{info.fqn} rows {chunk.row}+{chunk.rows}",
+        stored.digest,
+        chunk,
+        (chunk.rows, *sizes[1:]) if sizes else (),
+        chunk.rows * row_bytes(sizes, info.dtype),
+    )
 
 
 def _overlap(

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt.asking import ask
+from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import give_kernel
 from ckpt.catalog import Catalog, CommitInfo
 from ckpt.coordinator import Coordinator, describe, raise_first
 from ckpt.errors import (
     BadInputError,
     CorruptError,
     NotFoundError,
+    RestoreError,
+    SidestageError,
     StorageError,
 )
 from ckpt.finish import finish_newest
+from ckpt.giving import Giving, GivingError, check_places
 from ckpt.manifest import CommitRecord
+from ckpt.pieces import Piece
 from ckpt.pins import Pin
+from ckpt.placing import Target
 from ckpt.prefetch import Prefetch
 from ckpt.restore import CheckpointReader
+from ckpt.restore_plan import RestorePlan, Source, plan_restore, refuse
+from ckpt.shared_memory import check_shared_memory
 from ckpt.storage import Storage
-from ckpt.target import (
-    Mismatch,
-    Source,
-    absorbing_prefixes,
-    allocate,
-    check,
-    extra_keys,
-    loaded_tree,
-    refuse,
-)
-from ckpt.terms import Spell, as_argument
-from ckpt.tree import FlatState, assign
+from ckpt.terms import RestoreTerms, Spell, as_argument
+from ckpt.tree import FlatState
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 
 
@@ -91,10 +89,10 @@ class Restorer:
         self,
         state: Mapping[str, Any],
         flat: FlatState,
+        canonical: Canonical,
         *,
         step: int | None,
-        elastic: bool,
-        partial: bool,
+        terms: RestoreTerms,
     ) -> RestoreResult | None:
         """See Checkpointer.restore."""
         refs = self._coordinator.decide(
@@ -105,8 +103,7 @@ class Restorer:
         )
         for n, ref in enumerate(CommitRef(**r) for r in refs):
             try:
-                terms = _Terms(f"{self._tag}/{n}", elastic, partial)
-                return self._restore_one(ref, state, flat, terms)
+                return self._restore_one(ref, state, _Wanted(flat, canonical, terms, n))
             except (CorruptError, NotFoundError) as e:  # damaged, or pruned a moment ago
                 if step is not None:
                     raise
@@ -115,26 +112,30 @@ class Restorer:
                 )
         if refs:
             raise CorruptError(
-                f"{self._storage.url}: none of the {len(refs)} checkpoints of this lineage verifies; "
-                f"see `ckpt verify`, or start from scratch with {self._spell('fresh', True)}"
+                f"{self._storage.url}: none of the {len(refs)} checkpoints of this lineage verifies, and "
+                f"nothing was changed; see `ckpt verify`, or start from scratch with "
+                f"{self._spell('fresh', True)}"
             )
         return None
 
     def _restore_one(
-        self, ref: CommitRef, state: Mapping[str, Any], flat: FlatState, terms: _Terms
+        self, ref: CommitRef, state: Mapping[str, Any], wanted: _Wanted
     ) -> RestoreResult:
-        """Restore one checkpoint on all ranks; CorruptError on every rank if it is damaged for any."""
+        """Restore one checkpoint on all ranks; CorruptError on every rank if it is damaged for any.
+
+        Plan, agree, read and check, agree, and only then change.
+        """
+        tag = f"{self._tag}/{wanted.number}"
         opened: _Opened | None = None
+        plan: RestorePlan | None = None
         try:
             self._pin(ref)
-            opened = self._open(ref, elastic=terms.elastic)
-            absorbing = absorbing_prefixes(state)
-            ask(state, opened.source.values, opened.source.per_rank)
-            mine: dict[str, Any] = {
-                **asdict(check(flat, opened.source, absorbing)),
-                "held": list(flat.leaves),
-                "absorbing": absorbing,
-            }
+            opened = self._open(ref, elastic=wanted.terms.elastic)
+            plan = plan_restore(
+                wanted.flat, opened.source, wanted.terms, wanted.canonical, self._spell
+            )
+            check_places(state, plan.tree, plan.per_rank)
+            mine = _told(plan)
         except Exception as e:  # the other ranks must not wait for one that gave up
             mine = describe(e)
         source = opened.source if opened else None
@@ -142,30 +143,63 @@ class Restorer:
         def agree(payloads: list[dict[str, Any]]) -> dict[str, Any]:
             raise_first(payloads)
             assert source is not None
-            return _verdict(
-                payloads,
-                source,
-                ref.step,
-                partial=terms.partial,
-                advised=self._spell("partial", True),
-            )
+            return _verdict(payloads, source, ref.step, wanted.terms, self._spell)
 
-        verdict = self._coordinator.decide(f"{terms.tag}/fits", mine, agree, self._timeout_s)
+        verdict = self._coordinator.decide(f"{tag}/fits", mine, agree, self._timeout_s)
         assert opened is not None
-        try:
-            tree, per_rank = self._read(opened, flat, set(verdict["make"]), set(verdict["skip"]))
-            done: dict[str, Any] = {}
-        except Exception as e:
-            done = describe(e)
-        self._coordinator.decide(f"{terms.tag}/read", done, raise_first, self._timeout_s)
+        assert plan is not None
+        self._together(f"{tag}/checked", lambda: self._check(opened.reader, plan.pieces))
         if ahead := self._prefetched:
             told = {"objects": ahead.used, "warmed_bytes": ahead.warmed_bytes, "error": ahead.error}
             self._sink.emit("prefetched", **told)
-        assign(state, tree, per_rank)
-        if verdict["skip"]:
-            self._sink.emit("not_restored", step=ref.step, keys=verdict["skip"])
+        self._together(f"{tag}/given", lambda: self._change(opened.reader, plan, state, ref.step))
+        skipped = tuple(verdict["skip"])
+        for note in verdict["notes"]:
+            self._sink.emit("restored_with", step=ref.step, note=note)
+        if skipped:
+            self._sink.emit("not_restored", step=ref.step, keys=list(skipped))
         self._sink.emit("restored", step=ref.step, epoch=ref.epoch)
-        return RestoreResult(ref.step, ref, opened.reader.record.world_size, tuple(verdict["skip"]))
+        return RestoreResult(ref.step, ref, opened.reader.record.world_size, skipped)
+
+    def _together(self, tag: str, work: Callable[[], None]) -> None:
+        """Do it on every rank; an error of any is everybody's, at once."""
+        mine: dict[str, Any] = {}
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as e:
+            mine, error = describe(e), e
+        try:
+            self._coordinator.decide(tag, mine, raise_first, self._timeout_s)
+        except SidestageError as e:
+            raise e from error
+
+    def _check(self, reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
+        """Read all that this rank needs, and find what is damaged, before anything is changed."""
+        reader.load(_targets(p for p in pieces if p.ours))
+        reader.check(_targets(p for p in pieces if not p.ours))
+        check_shared_memory(reader, pieces, self._spell)
+
+    def _change(
+        self, reader: CheckpointReader, plan: RestorePlan, state: Mapping[str, Any], step: int
+    ) -> None:
+        """From here on the state isn't what it was. Whoever fails says so."""
+        giving = Giving(plan.per_rank)
+        try:
+            reader.fill(_targets(p for p in plan.pieces if not p.ours))
+            giving.give(state, plan.tree)
+            for kernel, values in plan.kernels:
+                give_kernel(kernel, values)
+        except GivingError as e:
+            raise RestoreError(
+                f"step {step}: {e}. Its tensors and those of {len(plan.pieces)} keys were filled, and "
+                f"{', '.join(giving.given) or 'no object'} had been given its state: the state is neither "
+                f"what it was nor the checkpoint; mend load_state_dict of {e.path} and build the state anew"
+            ) from e.error
+        except Exception as e:
+            raise RestoreError(
+                f"step {step}: {type(e).__name__}: {e}. The state is partly filled: build it anew"
+            ) from e
 
     def _pin(self, ref: CommitRef) -> None:
         """On rank 0: keep other attempts from pruning this commit. Without a writable store, go on."""
@@ -189,36 +223,6 @@ class Restorer:
             )
         return _Opened(reader, source)
 
-    def _read(
-        self, opened: _Opened, flat: FlatState, make: set[str], skip: set[str]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Fill this rank's tensors; returns its value trees with live tensors in them."""
-        reader, source = opened.reader, opened.source
-        live: dict[str, Any] = {}
-        for fqn, leaf in flat.leaves.items():
-            live[fqn] = leaf.source
-            if fqn in source.tensors and fqn not in skip and not self._foreign(leaf.kind, source):
-                for shard in leaf.shards:
-                    reader.read_into(fqn, shard.tensor, shard.offsets)
-        for fqn in make:
-            if source.tensors[fqn].kind == "per_rank" and not self._mine(fqn):
-                continue
-            live[fqn] = allocate(source.tensors[fqn])
-            reader.read_into(fqn, live[fqn], (0,) * len(source.tensors[fqn].shape))
-        tree = loaded_tree(flat.values, source.values, live.get)
-        per_rank = {
-            path: loaded_tree(flat.per_rank.get(path), stored, live.get)
-            for path, stored in source.per_rank.items()
-        }
-        return tree, per_rank
-
-    def _mine(self, fqn: str) -> bool:
-        return fqn.endswith(f"@{self._coordinator.rank}")
-
-    @staticmethod
-    def _foreign(kind: str, source: Source) -> bool:
-        return kind == "per_rank" and not source.same_world
-
     def _candidates(self, step: int | None) -> list[CommitInfo]:
         """What may be restored, best first: the lineage, or the one that was asked for."""
         # The epoch that is claimed next would end this for good.
@@ -227,18 +231,19 @@ class Restorer:
         if step is not None:
             return [catalog.find(step)]
         try:
-            return catalog.lineage()
+            return catalog.lineage(lambda k, why: self._sink.emit("record_lost", key=k, why=why))
         except NotFoundError:
             return []  # a root that no trainer has used yet
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """What a restore accepts, and its key in the job's store."""
+class _Wanted:
+    """What is to be restored into, on which terms, and how many checkpoints were tried before."""
 
-    tag: str
-    elastic: bool
-    partial: bool
+    flat: FlatState
+    canonical: Canonical
+    terms: RestoreTerms
+    number: int
 
 
 @dataclass(frozen=True)
@@ -247,29 +252,52 @@ class _Opened:
     source: Source
 
 
+def _targets(pieces: Iterable[Piece]) -> list[Target]:
+    return [Target(p.stored, s.tensor, s.offsets) for p in pieces for s in p.shards]
+
+
+def _told(plan: RestorePlan) -> dict[str, Any]:
+    """What the other ranks must know of a plan."""
+    return {
+        "wrong": plan.wrong,
+        "missing": plan.missing,
+        "extra": plan.extra,
+        "unclaimed": plan.unclaimed,
+        "kept": plan.kept,
+        "claimed": sorted(plan.claimed),
+        "notes": plan.notes,
+    }
+
+
 def _verdict(
-    payloads: list[dict[str, Any]], source: Source, step: int, *, partial: bool, advised: str
+    payloads: list[dict[str, Any]], source: Source, step: int, terms: RestoreTerms, spell: Spell
 ) -> dict[str, Any]:
-    """Rank 0's judgement over all ranks: refuse, or which keys to make anew and which to skip."""
-    found = [Mismatch(p["wrong"], p["missing"], p["unclaimed"], p["extra"]) for p in payloads]
-    held = {k for p in payloads for k in p["held"]}
-    absorbing = tuple(a for p in payloads for a in p["absorbing"])
-    extra = extra_keys(source, held)
-    make = [k for k in extra if k.startswith(absorbing) and source.tensors[k].kind != "sharded"]
+    """Rank 0's judgement over all ranks: refuse, or which keys stay as they are."""
+
+    def of_any(what: str) -> set[str]:
+        return {k for p in payloads for k in p[what]}
+
+    claimed = of_any("claimed")
+    extra = [
+        k
+        for k, info in source.tensors.items()
+        if k not in claimed
+        and (info.kind != "per_rank" or source.same_world)
+        and not terms.excludes(k)
+        and not terms.excludes(terms.renamed(k))
+    ]
     # A value that some rank's state has a place for isn't extra.
-    values = set.intersection(*(set(m.extra) for m in found))
-    unwanted = sorted({*values, *(k for k in extra if k not in set(make))})
-    wrong = sorted({w for m in found for w in m.wrong})
-    missing = sorted({k for m in found for k in m.missing})
-    if not partial:
-        wrong += [f"{k}: is in the state but not in the checkpoint" for k in missing]
-        wrong += [f"{k}: is in the checkpoint but not in the state" for k in unwanted]
+    unwanted = sorted({*set.intersection(*(set(p["extra"]) for p in payloads)), *extra})
+    missing = sorted(of_any("missing"))
+    wrong = sorted(of_any("wrong"))
+    advice = "Nothing was changed. Build the state as it was at save"
+    if not terms.partial:
+        one_sided = [f"{k}: is in the state but not in the checkpoint" for k in missing]
+        one_sided += [f"{k}: is in the checkpoint but not in the state" for k in unwanted]
+        if one_sided:
+            advice += f", or pass {spell('partial', True)} to leave keys that only one side has as they are"
+        wrong += one_sided
     if wrong:
-        raise refuse(
-            wrong,
-            step,
-            f"Nothing was changed. Build the state as it was at save, or pass {advised} to leave "
-            f"keys that only one side has as they are",
-        )
-    skip = sorted({*missing, *unwanted, *(k for m in found for k in m.unclaimed)})
-    return {"make": make, "skip": skip}
+        raise refuse(wrong, step, advice)
+    skip = sorted({*missing, *unwanted, *of_any("unclaimed"), *of_any("kept")})
+    return {"skip": skip, "notes": sorted(of_any("notes"))}

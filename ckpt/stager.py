@@ -14,6 +14,7 @@ import torch
 
 from ckpt.attach import Attachment
 from ckpt.budget import BUFFERS, share_out
+from ckpt.canonical.living import LivingLookups
 from ckpt.config import CheckpointConfig
 from ckpt.fence import Copy, StepFence, owned_by_steps
 from ckpt.forks import forget_in_children
@@ -46,6 +47,7 @@ class Stager:
         untracked: told the step, table and rows of a write that no guard saw.
         hurry: speeds up what is being persisted, to its end.
         lift: raises the persist threads for a moment, and changes nothing else.
+        living: the table-batched embeddings of this process.
     """
 
     def __init__(  # noqa: PLR0913 - all are injected by the one caller
@@ -59,6 +61,7 @@ class Stager:
         untracked: Untracked,
         hurry: Callable[[], None],
         lift: Callable[[], None],
+        living: LivingLookups | None = None,
     ) -> None:
         self._config = config
         self._upload_bytes = upload_bytes
@@ -67,7 +70,7 @@ class Stager:
         self._guards = RowGuards(
             clock, config.stall_limit_s, hurry, lambda wait_s: waited("overlay", wait_s)
         )
-        self._attachment = Attachment(self._guards, sink)
+        self._attachment = Attachment(self._guards, sink, living)
         self._fence: StepFence | None = None
         if self._guarding:
             self._fence = StepFence(clock, lambda wait_s: waited("fence", wait_s), lift)

@@ -87,15 +87,12 @@ class Surveyor:
         return found
 
     def _abandoned(self, tree: Tree, lineage: set[tuple[int, int]]) -> Iterator[Candidate]:
-        """Commits outside the lineage. Where an attempt record is unreadable, who knows?"""
+        """Commits outside the lineage. Where nothing says what an attempt continued, who knows?"""
         rest = sorted(set(tree.stored) - lineage)
-        attempts = [tree.attempt(e) for e in tree.epochs | set(tree.steps)] if rest else []
-        unclear = {a.epoch: a.problem for a in attempts if a.problem is not None}
         for epoch, step in rest:
             c = self._candidate(tree, Place(epoch, step, None))
             if c is not None and c.problem is None:
-                doubt = next((p for e, p in sorted(unclear.items()) if e >= epoch), None)
-                c = replace(c, status="abandoned", problem=doubt)
+                c = replace(c, status="abandoned", problem=tree.doubt(epoch))
             if c is not None:
                 yield c
 
@@ -143,11 +140,6 @@ def unfinished_uploads(storage: Storage, prefix: str) -> list[Any]:
         with suppress(StorageError):  # needs a permission that nothing else needs
             return list(storage.unfinished(prefix))
     return []
-
-
-def newest_epoch(tree: Tree) -> int:
-    """The newest epoch that anybody has claimed."""
-    return max({*tree.epochs, *tree.steps}, default=0)
 
 
 def unlisted(

@@ -1,4 +1,4 @@
-"""What a restore may do where checkpoint and state aren't alike. No torch: commands and TOML use it."""
+"""What a restore may do where the checkpoint and the state aren't alike. No torch: commands use it."""
 
 from __future__ import annotations
 

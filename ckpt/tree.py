@@ -8,8 +8,7 @@ the tensors. It evaluates every `state_dict` anew: layouts may be cached, data n
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,66 +286,3 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = tensor.reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
-
-
-def assign(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str = "") -> Any:
-    """Give restored values back to `state`, in place; returns what replaces `state` itself.
-
-    Objects get `load_state_dict`, dicts get their values replaced, PerRank its value. `loaded` is
-    the value tree with tensors in it; PerRankRefs in it that `per_rank` lacks are left as they were.
-    """
-    if isinstance(state, PerRank):
-        if path in per_rank:
-            state.value = assign(state.value, per_rank[path], {}, path)
-        return state
-    if isinstance(state, torch.Tensor | ShardedTensor):
-        return state  # was filled in place
-    if has_state_dict(state):
-        loaded = _rewrap(loaded, per_rank)
-        if isinstance(state, torch.nn.Module):
-            # Modules' versions ride on the mapping; without them a newer module takes itself for old.
-            loaded = OrderedDict(loaded)
-            loaded._metadata = getattr(state.state_dict(), "_metadata", None)
-        state.load_state_dict(loaded)
-        return state
-    if isinstance(state, Mapping) and isinstance(loaded, Mapping):
-        for k, v in loaded.items():
-            sub = f"{path}.{k}" if path else str(k)
-            if k not in state and isinstance(v, PerRankRef) and v.fqn not in per_rank:
-                continue  # another world's: it belongs to nobody here
-            new = assign(state[k], v, per_rank, sub) if k in state else _rewrap(v, per_rank)
-            if k in state and new is state[k]:
-                continue  # filled in place, which a mapping that can't be changed permits too
-            if not isinstance(state, MutableMapping):
-                raise BadInputError(
-                    f"{sub}: can't be put back into a {type(state).__name__}; give a dict"
-                )
-            state[k] = new
-        return state
-    if type(state) in (list, tuple) and type(loaded) is type(state) and len(state) == len(loaded):
-        items = [
-            assign(s, v, per_rank, f"{path}.{i}")
-            for i, (s, v) in enumerate(zip(state, loaded, strict=True))
-        ]
-        if isinstance(state, list):
-            state[:] = items
-            return state
-        return tuple(items)
-    return loaded
-
-
-def _rewrap(loaded: Any, per_rank: Mapping[str, Any]) -> Any:
-    """A value tree as `state_dict` had returned it: PerRank parts wrapped again."""
-    return substitute(
-        loaded,
-        lambda leaf: PerRank(per_rank.get(leaf.fqn)) if isinstance(leaf, PerRankRef) else leaf,
-    )
-
-
-def substitute(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """A copy of a nested value with `fn` applied to each leaf."""
-    if isinstance(value, dict):
-        return {k: substitute(v, fn) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(substitute(v, fn) for v in value)
-    return fn(value)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from ckpt.canonical import Canonical
+from ckpt.canonical.kernels import KERNELS, Kernels
 from ckpt.errors import BadInputError
 from ckpt.manifest import canonical
 from ckpt.tree import PerRank, flatten, has_state_dict
@@ -39,6 +40,7 @@ LARGE_CHARS = 1 << 20
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _KEYS = frozenset((str, int))
+_END = "]}"  # of the text of a dict
 _MAY_BE_LARGE = frozenset((str, bytes))
 
 
@@ -74,13 +76,16 @@ class StateWalk:
     Args:
         rank: of this process: the owner of PerRank parts.
         clock, sink: for the event `large_value`, once for each key.
+        kernels: the fused kernels of this process, whose state beside their tables goes with it.
     """
 
-    def __init__(self, rank: int, clock: Clock, sink: EventSink) -> None:
+    def __init__(
+        self, rank: int, clock: Clock, sink: EventSink, kernels: Kernels | None = None
+    ) -> None:
         self._rank = rank
         self._clock = clock
         self._sink = sink
-        self._canonical = Canonical()
+        self._canonical = Canonical(rank, kernels)
         self._kept: dict[str, _Named] = {}
         self._told: set[str] = set()
 
@@ -94,9 +99,16 @@ class StateWalk:
                 f"state is a {type(state).__name__}; give a dict of names to objects"
             )
         taker = self._canonical.look(state)
+        if KERNELS in state:
+            raise BadInputError(f"{KERNELS}: is what checkpoints call the fused kernels; rename it")
         walk = _Walk(self._rank, self._clock, show, self._kept, taker)
         try:
-            walk.parts.values = walk.text(state, "", None, 0).encode()
+            text = walk.text(state, "", None, 0)
+            beside = taker.kernels.taken(walk.parts.names, walk.parts.tensors)
+            if beside:
+                pair = f'["{KERNELS}",{walk.text({self._rank: beside}, KERNELS, None, 1)}]'
+                text = f"{text[: -len(_END)]}{',' if state else ''}{pair}{_END}"
+            walk.parts.values = text.encode()
             walk.parts.per_rank = {k: text.encode() for k, text in walk.per_rank.items()}
         except RecursionError:
             raise BadInputError("state: is nested too deep, or holds itself") from None
@@ -269,6 +281,11 @@ def _check_depth(depth: int) -> None:
 
 def _taken_slowly(state: Mapping[str, Any], rank: int, taker: Canonical) -> Parts:
     flat = flatten(state, rank, taker.taken)
+    beside = taker.kernels.taken(list(flat.leaves), [x.source for x in flat.leaves.values()])
+    if beside:
+        more = flatten({KERNELS: {rank: beside}}, rank)
+        flat.leaves |= more.leaves
+        flat.values |= more.values
     leaves: Iterable[Any] = flat.leaves.values()
     return Parts(
         list(flat.leaves),

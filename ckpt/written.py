@@ -40,8 +40,7 @@ def uncommitted(storage: Storage, tree: Tree) -> tuple[AttemptRecord | None, lis
 
     Those of older attempts can't be committed any more.
     """
-    newest = max(tree.epochs, default=None)
-    attempt = None if newest is None else tree.attempt(newest).record
+    attempt = tree.attempt(tree.newest_epoch).record if tree.newest_epoch else None
     if attempt is None:
         return None, []
     saves: dict[str, dict[str, int]] = {}

@@ -31,10 +31,12 @@ class FakeRun:
     def __init__(self, storage: Storage, *, digest: DigestName = "xxh3-128") -> None:
         self.storage = storage
         self.digest: DigestName = digest
+        self._continues: dict[int, CommitRef | None] = {}
         storage.create(layout.RUN, encode(RunRecord(RUN_ID, 0.0, "test")))
 
     def attempt(self, epoch: int, parent: CommitRef | None = None, /, **changes: Any) -> None:
         record = AttemptRecord(epoch, RUN_ID, f"token-{epoch}", 2, 0.0, parent)
+        self._continues[epoch] = parent
         self.storage.put(layout.attempt_key(epoch), encode(replace(record, **changes)))
 
     def commit(
@@ -63,6 +65,7 @@ class FakeRun:
             save_id="000001",
             world_size=2,
             parent=parent,
+            continues=self._continues.get(epoch),
             saved_at_s=1.0,
             committed_at_s=2.0,
             tensor_bytes=0,

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt.errors import StorageError
-from ckpt.storage.protocol import ObjectWriter, Storage
+from ckpt.storage.protocol import NearObject, ObjectWriter, Storage, near
 from ckpt.types import Buffer, ObjectInfo
 
 OPS = frozenset(
@@ -155,6 +155,11 @@ class FaultyStorage:
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         self._call("read_into", key, lambda: self.inner.read_into(key, start, buffer))
 
+    def near(self, key: str) -> NearObject | None:
+        """What is read of an object that is near is met by rules for `read_into`."""
+        found = near(self.inner, key)
+        return None if found is None else _FaultyObject(self, key, found)
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._call("list", prefix, lambda: self.inner.list(prefix))
 
@@ -181,6 +186,25 @@ class FaultyStorage:
             if fault.before is not None:
                 raise fault.before
         return tuple(fault.after for fault in met if fault.after is not None)
+
+
+class _FaultyObject:
+    def __init__(self, storage: FaultyStorage, key: str, inner: NearObject) -> None:
+        self._storage = storage
+        self._key = key
+        self._inner = inner
+
+    def __enter__(self) -> _FaultyObject:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+    def ahead(self, start: int, length: int) -> None:
+        self._inner.ahead(start, length)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._storage._call("read_into", self._key, lambda: self._inner.read_into(start, buffer))
 
 
 class _FaultyWriter:

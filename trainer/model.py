@@ -74,7 +74,7 @@ class Scorer(nn.Module):
 
 
 class KernelCounters:
-    """Iteration counters of the fused table kernels, which no state dict holds.
+    """How often the fused table kernels have run, to undo lookups that are no training.
 
     Every forward pass advances all of them together, so one number stands for all.
     """
@@ -165,7 +165,6 @@ def shard_training(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         partial(_adam, lr=config.dense_lr),
     )
-    dense.init_state()  # Adam makes its state at its first step; a restore needs it before
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
     return Training(model, optimizer, TrainPipelineSparseDist(model, optimizer, device))
 

@@ -216,7 +216,6 @@ def _attempt(run: _Run) -> dict[str, Any]:
         {
             "model": run.training.model,
             "optimizer": run.training.optimizer,
-            "kernels": KernelCounters(run.training.model),
             "history": run.history,
         },
         run.reader,

@@ -299,7 +299,6 @@ def shard(net: Net, model: Model, world_size: int) -> tuple[Any, Any]:
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())), _adam
     )
-    dense.init_state()
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
 
 

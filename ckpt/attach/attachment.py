@@ -13,21 +13,26 @@ from torch.optim import Optimizer
 
 from ckpt.attach.finding import Finder
 from ckpt.attach.fused import FusedTables, held
-from ckpt.attach.living import LivingLookups
 from ckpt.attach.sparse import SparseTables
+from ckpt.canonical.living import LivingLookups
 from ckpt.rows import Group, RowGuards
 from ckpt.tree import leaf_of
 from ckpt.types import EventSink
 
 
 class Attachment:
-    """Guards what it can of the tables in some objects, and says what it can't."""
+    """Guards what it can of the tables in some objects, and says what it can't.
 
-    def __init__(self, guards: RowGuards, sink: EventSink) -> None:
+    living: the table-batched embeddings of this process.
+    """
+
+    def __init__(
+        self, guards: RowGuards, sink: EventSink, living: LivingLookups | None = None
+    ) -> None:
         self._guards = guards
         self._sink = sink
         self._finder = Finder()
-        self._living = LivingLookups()
+        self._living = living or LivingLookups()
         self._fused: list[FusedTables] = []
         self._sparse = SparseTables()
         self._refused: dict[str, str] = {}

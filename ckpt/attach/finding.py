@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.canonical.living import is_fused
 from ckpt.rows import Table
 from ckpt.tree import PerRank, has_state_dict
 
@@ -194,11 +195,6 @@ def _note(value: Any, known: weakref.WeakValueDictionary[int, Any]) -> bool:
     with contextlib.suppress(TypeError):  # no weak references: looking again does no harm
         known[id(value)] = value
     return True
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Is it fbgemm's table-batched embedding, whose backward pass updates the tables?"""
-    return "SplitTableBatchedEmbeddingBagsCodegen" in _kinds(module)
 
 
 def memory_refusal(table: Table) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ckpt.canonical.kernels import Kernels
+from ckpt.canonical.keyed import is_keyed, taken_keyed
 from ckpt.canonical.names import ParameterNames, modules_in
 from ckpt.canonical.optimizers import Name, is_numbered, is_optimizer, named, names_of, parameters
 
@@ -15,10 +17,14 @@ class Canonical:
     """Takes the state of objects in canonical form, save after save.
 
     `look` at a state before `taken` of what is in it: names come from its modules.
+
+    rank: of this process: whose are the groups of a keyed optimizer, and the fused kernels.
+    kernels: those of this process, shared by all who ask for them.
     """
 
-    def __init__(self) -> None:
-        self._state: Mapping[str, Any] = {}
+    def __init__(self, rank: int = 0, kernels: Kernels | None = None) -> None:
+        self.rank = rank
+        self.kernels = kernels or Kernels()
         self._modules: list[tuple[str, Any]] = []
         self._names: ParameterNames | None = None
         self._known: dict[int, tuple[Any, list[torch.Tensor], list[Name]]] = {}
@@ -30,6 +36,11 @@ class Canonical:
         return self
 
     @property
+    def modules(self) -> list[tuple[str, Any]]:
+        """(key in the state, module)."""
+        return self._modules
+
+    @property
     def names(self) -> ParameterNames:
         if self._names is None:
             self._names = ParameterNames(self._modules)
@@ -38,6 +49,8 @@ class Canonical:
     def taken(self, value: Any) -> Any:
         """The state of an object that saves itself. Its `state_dict()` is called once."""
         tree = value.state_dict()
+        if is_keyed(value):
+            return taken_keyed(tree, value, self.rank)
         if is_optimizer(value) and is_numbered(tree, value):
             return named(tree, value, self.by_number(value))
         return tree

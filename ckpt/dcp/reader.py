@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,7 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         opened = self._opened()
+        opened.asked([item.storage_index.fqn for item in plan.items])
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, opened.stream(item.storage_index.fqn))
@@ -145,16 +147,29 @@ class _Opened:
         self.reader = reader = CheckpointReader(storage, found.record)
         per_rank = [reader.per_rank_values(rank) for rank in range(found.record.world_size)]
         tree = nesting.state_tree(reader.values(), per_rank, reader.tensors)
-        self._flat = nesting.flattened(tree)
+        self._named = nesting.flattened(tree)
+        self._numbered = nesting.flattened(nesting.numbered_optimizers(tree))
+        self._flat = {**self._numbered, **self._named}
 
     def metadata(self) -> Metadata:
-        entries: dict[str, STORAGE_TYPES] = {
-            key: _tensor_metadata(self.reader.info(leaf.fqn))
-            if isinstance(leaf, TensorRef)
-            else BytesStorageMetadata()
-            for key, (_, leaf) in self._flat.items()
+        entries = {key: self._entry(leaf) for key, (_, leaf) in self._named.items()}
+        by_number = {
+            key: self._entry(leaf)
+            for key, (_, leaf) in self._numbered.items()
+            if key not in entries
         }
-        return Metadata(entries, {key: path for key, (path, _) in self._flat.items()})
+        paths = {key: path for key, (path, _) in self._named.items()}
+        return Metadata(_Entries(entries, by_number), paths)
+
+    def _entry(self, leaf: Any) -> STORAGE_TYPES:
+        if isinstance(leaf, TensorRef):
+            return _tensor_metadata(self.reader.info(leaf.fqn))
+        return BytesStorageMetadata()
+
+    def asked(self, keys: Collection[str]) -> None:
+        """What a plan reads: whoever asks for an optimizer's state by number gets numbers in its groups."""
+        if any(key not in self._named for key in keys):
+            self._flat = {**self._named, **self._numbered}
 
     def stream(self, key: str) -> io.BytesIO:
         """What DCP unpickles for an object: made here of plain values, and tensors that were checked."""
@@ -177,6 +192,22 @@ class _Opened:
                 f"{list(item.lengths)}"
             )
         self.reader.read_into(leaf.fqn, target, offsets)
+
+
+class _Entries(dict[str, STORAGE_TYPES]):
+    """What a checkpoint has by name. The state of optimizers is found by number too, as torch has it."""
+
+    def __init__(
+        self, entries: Mapping[str, STORAGE_TYPES], by_number: Mapping[str, STORAGE_TYPES]
+    ) -> None:
+        super().__init__(entries)
+        self._by_number = by_number
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._by_number
+
+    def __missing__(self, key: str) -> STORAGE_TYPES:
+        return self._by_number[key]
 
 
 class _Unreadable(Metadata):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.errors import NotFoundError
-from ckpt.nesting import pruned, state_tree
+from ckpt.nesting import numbered_optimizers, pruned, state_tree
 from ckpt.restore import CheckpointReader
 
 
@@ -25,7 +25,10 @@ def select(reader: CheckpointReader, patterns: Sequence[str]) -> list[str]:
 
 
 def selected_tree(reader: CheckpointReader, keys: Sequence[str]) -> dict[Any, Any]:
-    """All values, and TensorRefs for the tensors `keys`; per-rank parts as dicts by rank."""
+    """All values, and TensorRefs for the tensors `keys`; per-rank parts as dicts by rank.
+
+    Plain optimizers are as torch's own state dicts are, so that `load_state_dict` takes them anywhere.
+    """
     per_rank = [reader.per_rank_values(rank) for rank in range(reader.record.world_size)]
     tree = state_tree(reader.values(), per_rank, reader.tensors)
-    return dict(pruned(tree, set(keys)))
+    return dict(numbered_optimizers(pruned(tree, set(keys))))

@@ -12,17 +12,19 @@ from ckpt.storage.branched import BranchedStorage, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.place import check_place
-from ckpt.storage.protocol import ObjectWriter, Readable, Storage
+from ckpt.storage.protocol import NearObject, ObjectWriter, Readable, Storage, near
 
 __all__ = [
     "BranchedStorage",
     "LocalStorage",
     "MemoryStorage",
+    "NearObject",
     "ObjectWriter",
     "Readable",
     "Root",
     "Storage",
     "check_place",
+    "near",
     "open_storage",
     "owned",
     "storage_of",

@@ -12,7 +12,7 @@ from functools import cached_property
 from ckpt import layout
 from ckpt.errors import CorruptError, NotFoundError, SidestageError, StorageError
 from ckpt.manifest import OriginRecord, decode
-from ckpt.storage.protocol import ObjectWriter, Storage
+from ckpt.storage.protocol import NearObject, ObjectWriter, Storage, near
 from ckpt.types import Buffer, ObjectInfo
 
 _INHERITED = (layout.DATA, layout.DESCRIPTIONS, layout.CODE)
@@ -99,6 +99,14 @@ class BranchedStorage:
             if not self._inherits(key):
                 raise
             self.source.read_into(key, start, buffer)
+
+    def near(self, key: str) -> NearObject | None:
+        try:
+            return near(self.own, key)
+        except NotFoundError:
+            if not self._inherits(key):
+                raise
+            return near(self.source, key)
 
     def stat(self, key: str) -> ObjectInfo:
         try:

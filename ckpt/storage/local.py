@@ -128,11 +128,12 @@ class LocalStorage:
         return data
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        with self._errors("read", key), self._object(key) as (fd, size):
-            end = self._check_range(key, start, buffer.nbytes, size)
-            done = fill(fd, start, buffer)
-        if done != buffer.nbytes:
-            raise CorruptError(f"{self._root}/{key}: was cut at byte {start + done} of {end}")
+        with self.near(key) as found:
+            found.read_into(start, buffer)
+
+    def near(self, key: str) -> NearFile:
+        with self._errors("read", key):
+            return NearFile(self, key, *self._open_object(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         head, _, tail = check_prefix(prefix).rpartition("/")
@@ -269,6 +270,14 @@ class LocalStorage:
     @contextmanager
     def _object(self, key: str) -> Iterator[tuple[int, int]]:
         """(descriptor, size) of an object, open for reading."""
+        fd, size = self._open_object(key)
+        try:
+            yield fd, size
+        finally:
+            os.close(fd)
+
+    def _open_object(self, key: str) -> tuple[int, int]:
+        """The same; the caller closes the descriptor."""
         folders, name = _split(key)
         with self._folder(folders) as folder:
             # O_NONBLOCK: opening somebody's fifo must not wait for its writer.
@@ -278,9 +287,10 @@ class LocalStorage:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not an object")
-            yield fd, found.st_size
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        return fd, found.st_size
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -325,6 +335,35 @@ class LocalStorage:
             yield
         except OSError as e:
             raise explain(e, self._root, verb, key) from e
+
+
+class NearFile:
+    """An object that is open for reading. It isn't mapped: a file that shrinks would end the process."""
+
+    def __init__(self, storage: LocalStorage, key: str, fd: int, size_bytes: int) -> None:
+        self._storage = storage
+        self._key = key
+        self._fd = fd
+        self._size_bytes = size_bytes
+
+    def __enter__(self) -> NearFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def ahead(self, start: int, length: int) -> None:
+        with suppress(OSError):  # some filesystems know no advice
+            os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        end = self._storage._check_range(self._key, start, buffer.nbytes, self._size_bytes)
+        with self._storage._errors("read", self._key):
+            done = fill(self._fd, start, buffer)
+        if done != buffer.nbytes:
+            raise CorruptError(
+                f"{self._storage.url}/{self._key}: was cut at byte {start + done} of {end}"
+            )
 
 
 class LocalWriter:

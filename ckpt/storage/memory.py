@@ -86,6 +86,11 @@ class MemoryStorage:
         if data:
             buffer.cast("B")[:] = data
 
+    def near(self, key: str) -> _NearBytes:
+        check_key(key)
+        with self._lock:
+            return _NearBytes(self._get(key)[0], f"{self._url}/{key}")
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         with self._lock:
@@ -113,6 +118,32 @@ class MemoryStorage:
             return self._objects[key]
         except KeyError:
             raise NotFoundError(f"{self._url}/{key}: no such object") from None
+
+
+class _NearBytes:
+    """An object as it was when it was opened."""
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self._data = memoryview(data)
+        self._what = what
+
+    def __enter__(self) -> _NearBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def ahead(self, start: int, length: int) -> None:
+        return
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        end = start + buffer.nbytes
+        if end > len(self._data):
+            raise CorruptError(
+                f"{self._what}: has {len(self._data)} bytes, but [{start}, {end}) were asked for"
+            )
+        if buffer.nbytes:
+            buffer.cast("B")[:] = self._data[start:end]
 
 
 class MemoryWriter:

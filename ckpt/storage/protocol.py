@@ -58,6 +58,32 @@ class Readable(Protocol):
         ...
 
 
+class NearObject(AbstractContextManager["NearObject"], Protocol):
+    """An object that is open for reading. Any number of threads may read."""
+
+    def ahead(self, start: int, length: int) -> None:
+        """Say that these bytes will be asked for next. Returns at once, and promises nothing."""
+        ...
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """As `Readable.read_into`."""
+        ...
+
+
+@runtime_checkable
+class NearStorage(Readable, Protocol):
+    """A store on this machine: to read bytes twice costs little more than to read them once."""
+
+    def near(self, key: str) -> NearObject | None:
+        """An object, opened; NotFoundError if there is none. None where it isn't near after all."""
+        ...
+
+
+def near(storage: Readable, key: str) -> NearObject | None:
+    """An object of a store that is near, opened; None of a store to which each byte has to travel."""
+    return storage.near(key) if isinstance(storage, NearStorage) else None
+
+
 @runtime_checkable
 class Storage(Readable, Protocol):
     """A flat, strongly consistent store of immutable-by-convention objects.

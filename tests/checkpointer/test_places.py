@@ -17,8 +17,10 @@ from ckpt.foreign import Foreign
 from ckpt.importing import Target, import_checkpoint
 from ckpt.prefetch import Prefetch
 from ckpt.storage import LocalStorage, Storage
+from ckpt.storage.s3 import S3Storage
+from ckpt.storage.s3client import S3Client
 from tests.s3.conftest import credentials  # noqa: F401 - a fixture
-from tests.s3.fake import FakeS3
+from tests.s3.fake import BUCKET, FakeS3
 
 At = Callable[[str], Storage]
 
@@ -31,7 +33,8 @@ def at(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[At]:
         return
     request.getfixturevalue("credentials")
     with FakeS3() as server:
-        yield server.storage
+        client = S3Client(BUCKET, server.settings)  # takes a quarter of a second for its first call
+        yield lambda place: S3Storage(client, place)
 
 
 def save(root: Storage | Path, step: int = 1) -> None:

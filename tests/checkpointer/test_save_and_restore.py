@@ -823,13 +823,6 @@ def test_values_that_only_the_checkpoint_has_are_refused_by_name() -> None:
     assert state == {"progress": {"step": 0}}
 
 
-def test_an_expanded_view_is_refused_as_a_target_by_name() -> None:
-    storage = MemoryStorage()
-    saved(storage, {"t": torch.ones(5, 3)})
-    with pytest.raises(BadInputError, match="t: is an expanded view"):
-        restored(storage, {"t": torch.zeros(1, 3).expand(5, 3)})
-
-
 def test_steps_go_on_from_the_restored_one() -> None:
     storage = MemoryStorage()
     with Checkpointer(storage) as c:

@@ -43,9 +43,10 @@ class Backend:
 
 
 def _processes(workers: int) -> Executor:
-    spawn = multiprocessing.get_context("spawn")
-    start = spawn.Barrier(workers, timeout=DEADLINE_S)
-    return ProcessPoolExecutor(workers, spawn, _wait_for_all, (start,))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.contract.test_storage"])
+    start = context.Barrier(workers, timeout=DEADLINE_S)
+    return ProcessPoolExecutor(workers, context, _wait_for_all, (start,))
 
 
 def _threads(workers: int) -> Executor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +13,13 @@ from ckpt import Checkpointer
 from ckpt.catalog import Catalog
 from ckpt.storage.local import LocalStorage
 from ckpt.verify import verify_commit
+from tests import warm
 from tests.crash.saver import STATE_SIZE, state
 
 pytestmark = pytest.mark.crash
 
-ROOT = Path(__file__).parent.parent.parent
 
-
-def start(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.crash.saver", *args],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+SAVER = [sys.executable, "-m", "tests.crash.saver"]
 
 
 def test_d47_killed_at_each_storage_operation_it_resumes_from_what_was_committed(
@@ -39,7 +29,7 @@ def test_d47_killed_at_each_storage_operation_it_resumes_from_what_was_committed
     acknowledged = 0
     # Every operation of the first saves: run record, attempt, data, index, objects, receipt, commit.
     for nth in (1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 14, 16, 23):
-        done = start("die", str(root), str(nth))
+        done = warm.run([*SAVER, "die", root, str(nth)], timeout=120)
         assert done.returncode == -9, done.stderr
         acknowledged = max([acknowledged, *map(int, done.stdout.split())])
         storage = LocalStorage(root)
@@ -60,7 +50,9 @@ def test_d47_killed_at_each_storage_operation_it_resumes_from_what_was_committed
 
 
 def test_d08_a_process_that_ends_without_close_has_committed(tmp_path: Path) -> None:
-    done = start("no-close", str(tmp_path / "run"))
+    done = subprocess.run(
+        [*SAVER, "no-close", tmp_path / "run"], cwd=warm.ROOT, timeout=120, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     latest = Catalog(LocalStorage(tmp_path / "run")).latest()
     assert latest is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,25 +13,22 @@ from ckpt import Checkpointer
 from ckpt.catalog import Catalog
 from ckpt.storage.local import LocalStorage
 from ckpt.verify import verify_commit
+from tests import warm
 from tests.checkpointer.ranks import on_ranks, values
 from tests.crash.rank import state
 
 pytestmark = pytest.mark.crash
 
-ROOT = Path(__file__).parent.parent.parent
 COMMIT_2 = "commits/*/000000000002.json"
 RECEIPT_2 = "data/*-000000000002-*/r00000.receipt.json"
 
 
 def start(rank: int, root: Path, store: str, pattern: str | None) -> subprocess.Popen[str]:
     args = [str(rank), str(root), store, *([pattern] if pattern else [])]
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-m", "tests.crash.rank", *args],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 

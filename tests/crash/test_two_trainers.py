@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.crash
+from tests import warm
 
-ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.crash
 
 
 def test_d09_two_trainers_that_start_together_twenty_times_use_no_port(tmp_path: Path) -> None:
     trainers = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-m", "tests.crash.trainer", str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         for _ in range(2)
     ]

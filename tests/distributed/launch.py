@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).parent.parent.parent
+from tests import warm
+
 DEADLINE_S = 180
 
 
@@ -21,17 +22,13 @@ def start_ranks(
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "MEET": str(folder / "store"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
     return [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-m", module, *args],
             env={**env, "RANK": str(rank)},
-            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(world_size)
     ]

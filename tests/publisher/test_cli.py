@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from publisher.lease import Lease
 from publisher.records import VersionManifest
 from publisher.registry import Registry
 from publisher.spare import SpareProcesses
+from tests import warm
 from tests.publisher.conftest import Bench, make_bench
 from tests.publisher.test_server import as_input
 from tests.publisher.tiny import GOLDEN, TinyRun, flip_byte, stamped_tensors
@@ -391,12 +393,11 @@ def env(bench: Bench) -> dict[str, str]:
 class Process:
     """A `publisher` process that prints JSON lines."""
 
-    def __init__(self, bench: Bench, *args: str) -> None:
-        self.process = subprocess.Popen(
+    def __init__(self, popen: Any, bench: Bench, *args: str) -> None:
+        self.process = popen(
             [sys.executable, "-m", "publisher.cli", *args, "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env=env(bench),
         )
         self.deadline = threading.Timer(DEADLINE_S, self.process.kill)
@@ -429,8 +430,8 @@ class Process:
 def start() -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def go(bench: Bench, *args: str) -> Process:
-        started.append(Process(bench, *args))
+    def go(bench: Bench, *args: str, popen: Any = warm.Popen) -> Process:
+        started.append(Process(popen, bench, *args))
         return started[-1]
 
     yield go
@@ -444,12 +445,13 @@ def test_run_and_serve_end_to_end(
     """A daemon started before there is a root; a server that follows it, there and back."""
     storage = LocalStorage(tmp_path / "root")
     bench = Bench(TinyRun(storage, trust), Registry(storage))
-    daemon = start(bench, "run", storage.url, "--interval", "0.1")
+    fresh = partial(subprocess.Popen, text=True)
+    daemon = start(bench, "run", storage.url, "--interval=0.1", "--no-compile", popen=fresh)
     daemon.wait_for("waiting_for_root")
     bench.run.begin()
     bench.run.commit(1, stamped_tensors(1))
     assert daemon.wait_for("version_live")["version"] == 1
-    server = start(bench, "serve", storage.url, "--port", "0", "--interval", "0.05")
+    server = start(bench, "serve", storage.url, "--port=0", "--interval=0.05", popen=fresh)
     url = server.wait_for("listening")["url"]
     assert server.wait_for("version_loaded")["version"] == 1
     body = {"inputs": [as_input(n, t) for n, t in GOLDEN.items()]}

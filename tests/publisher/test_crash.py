@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
+
 pytestmark = pytest.mark.crash
-REPO = Path(__file__).parents[2]
 
 
 Places = dict[str, list[dict[str, Any]]]
@@ -22,15 +20,8 @@ Places = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """What was found for each place to die, by kind."""
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.publisher.kill_at", str(tmp_path_factory.mktemp("kill"))],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-        check=False,
-    )
+    folder = tmp_path_factory.mktemp("kill")
+    done = warm.run([sys.executable, "-m", "tests.publisher.kill_at", folder], timeout=300)
     assert done.returncode == 0, done.stderr
     found: Places = defaultdict(list)
     for line in done.stdout.splitlines():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import safetensors.torch
@@ -145,6 +145,7 @@ class TinyRun:
     root: Storage
     trust: TrustList
     rows_per_chunk: int = 16
+    continues: dict[int, CommitRef | None] = field(default_factory=dict)
 
     def begin(self, described: ServingDescription | None = None) -> TinyRun:
         """RUN.json, the first attempt, the program, the golden request, the description."""
@@ -159,6 +160,7 @@ class TinyRun:
 
     def attempt(self, epoch: int, parent: CommitRef | None) -> None:
         record = AttemptRecord(epoch, RUN_ID, f"token-{epoch}", 1, 1.0, parent)
+        self.continues[epoch] = parent
         self.root.create(layout.attempt_key(epoch), encode(record))
 
     def describe(
@@ -248,6 +250,7 @@ class TinyRun:
             save_id="s0",
             world_size=1,
             parent=parent,
+            continues=self.continues.get(epoch),
             saved_at_s=10.0 * step,
             committed_at_s=10.0 * step + 1,
             tensor_bytes=len(data),

@@ -139,16 +139,19 @@ def test_a_damaged_newest_one_does_not_make_the_good_one_before_it_go() -> None:
     assert latest.ref.step == 2
 
 
-def test_where_an_attempt_record_is_lost_nobody_knows_what_is_abandoned() -> None:
+def test_where_an_attempt_has_no_record_and_no_commit_nobody_knows_what_is_abandoned() -> None:
     storage = MemoryStorage()
     run = Run(storage, 1, 2)
     run.attempt(2, run.refs[2])
-    second = run.commit(2, 3, None)  # says nothing of its parent
+    second = run.commit(2, 3, run.refs[2])
     run.attempt(3, second)
     run.commit(3, 4, second)
     storage.delete(layout.attempt_key(2))
     plan = Pruner(storage, LAST, FakeClock()).plan()
-    assert [v.commit.ref.step for v in plan.delete] == [3]
+    assert [v.commit.ref.step for v in plan.delete] == [1, 2, 3], "its commit says what it continued"
+    storage.delete(layout.commit_key(2, 3))
+    plan = Pruner(storage, LAST, FakeClock()).plan()
+    assert plan.delete == []
     reasons = {v.commit.ref.step: v.reason for v in plan.keep}
     assert reasons[1].startswith("set aside: ")
     assert "attempts/000002.json" in reasons[1]

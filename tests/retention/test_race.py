@@ -12,19 +12,17 @@ from ckpt.errors import NotFoundError
 from ckpt.pins import Pin
 from ckpt.storage import LocalStorage
 from ckpt.verify import verify_commit
+from tests import warm
 
-ROOT = Path(__file__).parent.parent.parent
 ROUNDS = 60
 
 
 def test_a_pinned_commit_is_whole_while_another_process_prunes(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    job = subprocess.Popen(
-        [sys.executable, "-m", "tests.retention.pruning_job", str(root), str(ROUNDS)],
-        cwd=ROOT,
+    job = warm.Popen(
+        [sys.executable, "-m", "tests.retention.pruning_job", root, str(ROUNDS)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     read, late = set(), 0
     try:

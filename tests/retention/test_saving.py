@@ -24,10 +24,10 @@ from ckpt.prune import Pruner
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from ckpt.types import SystemClock
 from ckpt.verify import verify_commit
+from tests import warm
 from tests.checkpointer.ranks import on_ranks, values
 from tests.faults import FaultyStorage
 
-ROOT = Path(__file__).parent.parent.parent
 KEEP_1 = CheckpointConfig(keep_last=1)
 
 
@@ -110,13 +110,7 @@ c.wait()
 @pytest.mark.crash
 def test_d12_killed_while_the_new_one_is_written_the_old_one_is_there(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    job = subprocess.Popen(
-        [sys.executable, "-c", BLOCKED, str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    job = warm.Popen([sys.executable, "-c", BLOCKED, root], stdout=subprocess.PIPE)
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "blocked\n"

@@ -146,6 +146,7 @@ class _RefusedError(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each body waits 40 ms for the answer to its head
     fake: FakeS3
 
     def setup(self) -> None:

@@ -14,6 +14,7 @@ from ckpt.config import MIB, S3Settings
 from ckpt.errors import NotFoundError
 from ckpt.storage.s3 import S3Storage
 from ckpt.storage.s3client import S3Client
+from tests import warm
 from tests.s3.server import BUCKET, SeaweedFS
 
 WRITER = """
@@ -35,16 +36,15 @@ def test_a_killed_writer_leaves_no_object(
         "SIDESTAGE_S3_ENDPOINT": seaweedfs.endpoint,
         "SIDESTAGE_S3_PARALLEL": "1",
     }
-    writer = subprocess.Popen(
+    writer = warm.Popen(
         [sys.executable, "-c", WRITER, f"s3://{BUCKET}/{root}"],
-        cwd=Path(__file__).parents[2],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     try:
         assert writer.stdout is not None
-        assert writer.stdout.readline() == b"under way\n"
+        assert writer.stdout.readline() == "under way\n"
     finally:
         writer.kill()
         writer.communicate()

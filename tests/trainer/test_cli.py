@@ -14,6 +14,7 @@ from ckpt.catalog import Catalog
 from ckpt.command import run_command
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import open_storage
+from tests import warm
 from tests.trainer.launch import ROOT, read_state
 from tests.trainer.scripted_run import Script
 from tests.trainer.served import read_description, serve
@@ -123,17 +124,12 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "SIDESTAGE_TRUST_FILE": str(tmp / "trusted"),
     }
     fault = ["--set", "fault.kill_rank=0", "--set", "fault.kill_at_step=15"]
-    for args, code in ((fault, -signal.SIGKILL), ([], 0)):
-        ended = subprocess.run(
-            command + args,
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert ended.returncode == code, ended.stderr
+    killed = warm.run(command + fault, env=env, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
     (tmp / "stdout").write_text(ended.stdout)
     (tmp / "stderr").write_text(ended.stderr)
     return tmp

@@ -20,7 +20,7 @@ from ckpt.storage import MemoryStorage, open_storage
 from ckpt.tree import flatten
 from ckpt.trust import TrustList
 from tests.trainer import served_models as models
-from tests.trainer.launch import read_state, torchrun
+from tests.trainer.launch import read_state, run_ranks
 from tests.trainer.served import read_description, request_of, serve
 from tests.trainer.served_everything import Everything, fill
 from tests.trainer.sharded import shard
@@ -299,8 +299,8 @@ def test_refuses_a_collection_that_pools_otherwise_than_it_says(trust: TrustList
 @pytest.mark.distributed
 def test_describes_sharded_models_at_world_2(tmp_path: Path) -> None:
     """Tables split by rows, by columns, on one rank and replicated, all in one collection."""
-    ended = torchrun("tests.trainer.describe_worker", tmp_path, ranks=2, restarts=0)
-    assert ended.returncode == 0, ended.stderr
+    for ended in run_ranks("tests.trainer.describe_worker", tmp_path, ranks=2, restarts=0):
+        assert ended.returncode == 0, ended.stderr
     for kind, names in {
         models.TwoTower: ("query", "items"),
         Everything: ("weighted", "plain"),

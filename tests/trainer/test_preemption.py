@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from ckpt.coordinator import Coordinator, revive
 from ckpt.errors import BadInputError, ConflictError
 from ckpt.storage import LocalStorage
 from ckpt.verify import verify_commit
+from tests import warm
 from trainer import Session
 from trainer.ett import read_report
 from trainer.preemption import (
@@ -34,21 +34,10 @@ from trainer.preemption import (
     Preemption,
 )
 
-ROOT = Path(__file__).parents[2]
-
 
 def lives(folder: Path, scenario: str, repeats: int) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.trainer.preempt_ranks"),
-            *(str(folder), scenario, str(repeats)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-m", "tests.trainer.preempt_ranks", folder, scenario, str(repeats)]
+    done = warm.run(command, timeout=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -10,7 +10,7 @@ import torch
 
 from ckpt.catalog import Catalog
 from ckpt.storage import open_storage
-from tests.trainer.launch import read_state, torchrun
+from tests.trainer.launch import launch, read_state, run_ranks
 from tests.trainer.worker_settings import BATCH_SIZE
 from trainer.ett import read_report
 from trainer.movielens import load_movielens
@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.crash]
 
 @dataclass(frozen=True)
 class Runs:
-    """A straight run and one that lost its last rank after step 13, three steps after a commit."""
+    """A straight run and one that lost its last rank after step 13, three steps after a commit.
+
+    Two ranks that lose one are those of `trainer launch`.
+    """
 
     world_size: int
     straight: Path
@@ -34,19 +37,17 @@ class Runs:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ranks, tmp = request.param, tmp_path_factory.mktemp("runs")
     found = Runs(ranks, tmp / "straight", tmp / "cut", tmp / "cut-root")
+    cut = WORKER, found.cut_root, found.cut, "--die-at=13"
     with ThreadPoolExecutor() as pool:
-        ends = [
-            pool.submit(
-                torchrun, WORKER, tmp / "straight-root", found.straight, ranks=ranks, restarts=0
-            ),
-            pool.submit(
-                *(torchrun, WORKER, found.cut_root, found.cut, "--die-at=13"),
-                ranks=ranks,
-                restarts=1,
-            ),
-        ]
-    for end in ends:
-        assert end.result().returncode == 0, end.result().stderr
+        straight = pool.submit(
+            run_ranks, WORKER, tmp / "straight-root", found.straight, ranks=ranks, restarts=0
+        )
+        if ranks == 1:
+            ends = run_ranks(*cut, ranks=ranks, restarts=1)
+        else:
+            ends = [launch(*cut, ranks=ranks, restarts=1)]
+    for end in [*ends, *straight.result()]:
+        assert end.returncode == 0, end.stderr
     return found
 
 
@@ -118,7 +119,7 @@ def test_commits_form_one_lineage(runs: Runs) -> None:
 
 @pytest.mark.parametrize("runs", [2], indirect=True, ids=["world2"])
 def test_weights_and_optimizer_restore_at_another_world_size(runs: Runs, tmp_path: Path) -> None:
-    other = torchrun(WORKER, runs.cut_root, tmp_path, "--elastic", ranks=1, restarts=0)
+    (other,) = run_ranks(WORKER, runs.cut_root, tmp_path, "--elastic", ranks=1, restarts=0)
     assert other.returncode == 0, other.stderr
     before, after = read_state(runs.cut), read_state(tmp_path)
     shared = {k for k in before if not k.startswith("rng.")}

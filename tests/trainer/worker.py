@@ -1,4 +1,4 @@
-"""One rank of a TorchRec run, started by torchrun: trains, dies when told, leaves its last state."""
+"""One rank of a TorchRec run, started by a launcher: trains, dies when told, leaves its last state."""
 
 import argparse
 import hashlib
@@ -45,11 +45,10 @@ def main() -> None:
             rank=place.rank,
             world_size=place.world_size,
         )
-        state = {
-            "model": training.model,
-            "optimizer": training.optimizer,
-            "kernels": KernelCounters(training.model),
-        }
+        state = {"model": training.model, "optimizer": training.optimizer}
+        counters = KernelCounters(
+            training.model
+        )  # not in the state: a checkpoint has what it counts
         journal = (args.out / f"trained-{restart_count()}-r{place.rank}.txt").open("w")
         handle = None
         with Session(str(args.root), state, reader, save_every=10, elastic=args.elastic) as session:
@@ -66,7 +65,7 @@ def main() -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
             session.finish()
             write_state(session.state, place.rank, args.out)
-            print("kernels", state["kernels"].state_dict()["iter"], file=journal, flush=True)
+            print("kernels", counters.state_dict()["iter"], file=journal, flush=True)
         if session.restored:
             print("not_restored:", *session.restored.not_restored, file=journal, flush=True)
 

@@ -33,6 +33,7 @@ def preload() -> None:
     import torch._dynamo
     import torch._logging
     import torch.distributed.fsdp
+    import torch.distributed.optim
     import torch.nn.utils.parametrizations
 
     with contextlib.suppress(ImportError):

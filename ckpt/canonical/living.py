@@ -16,7 +16,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckpt.attach.finding import is_fused
+
+def is_fused(module: nn.Module) -> bool:
+    """Is it fbgemm's table-batched embedding, whose backward pass updates the tables?"""
+    return any(c.__name__ == "SplitTableBatchedEmbeddingBagsCodegen" for c in type(module).__mro__)
 
 
 class LivingLookups:

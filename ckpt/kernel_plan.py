@@ -1,0 +1,173 @@
+"""What the fused kernels of this rank get at a restore, joined by the keys of their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt.canonical.kernels import (
+    FIRST,
+    KERNELS,
+    KIND,
+    OPTIONS,
+    ROWS,
+    TABLE,
+    TABLES,
+    kind_of_kernel,
+)
+from ckpt.manifest import canonical
+from ckpt.pieces import Piece
+from ckpt.tree import Shard
+from ckpt.united import without_tensors
+from ckpt.values import TensorRef, encode_value
+
+if TYPE_CHECKING:
+    from ckpt.restore_plan import Matching
+
+_COUNTS = ("iter", "iter_cpu", "max_counter")
+_Stored = tuple[str, Mapping[str, Any]]
+
+
+def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """(kernel, what `ckpt.canonical.kernels.give_kernel` gets). What can't be decided is told as wrong."""
+    matching.claim(stored)
+    if matching.terms.excludes(KERNELS):
+        return []
+    leaves = matching.flat.leaves
+    found = matching.canonical.kernels.find(list(leaves), [x.source for x in leaves.values()])
+    by_key = _by_key(matching, stored)
+    fitted = []
+    stored_rows = [
+        (f"{KERNELS}.{rank}.{i}.{ROWS}.{n}", one)
+        for rank, entries in stored.items()
+        for i, entry in enumerate(entries)
+        for n, one in enumerate(entry.get(ROWS, ()))
+    ]
+    for one in found:
+        values = _values(matching, one.kernel, one.keys, by_key)
+        if values is not None:
+            fitted.append((one.kernel, values))
+        for shard in one.rows if stored else ():
+            _fill_rows(matching, shard, stored_rows)
+    if found and not stored:
+        matching.found.notes.append(
+            f"{KERNELS}: the checkpoint doesn't say how often fused kernels have run: their counts stay as "
+            f"they are"
+        )
+    return fitted
+
+
+def _by_key(matching: Matching, stored: Mapping[int, Any]) -> dict[str, dict[int, list[_Stored]]]:
+    """By table and rank of the save: the kernels that had it, each with its place in the checkpoint."""
+    found: dict[str, dict[int, list[_Stored]]] = {}
+    for rank, entries in stored.items():
+        for i, entry in enumerate(entries):
+            for key in dict.fromkeys(entry[TABLES]):
+                of_rank = found.setdefault(matching.terms.renamed(key), {}).setdefault(rank, [])
+                of_rank.append((f"{KERNELS}.{rank}.{i}", entry))
+    return found
+
+
+def _values(
+    matching: Matching,
+    kernel: Any,
+    keys: list[str],
+    by_key: Mapping[str, Mapping[int, list[_Stored]]],
+) -> dict[str, Any] | None:
+    chosen: dict[bytes, _Stored] = {}
+    told: dict[bytes, str] = {}
+    for key in keys:
+        if key in by_key and not matching.terms.excludes(key):
+            for one in _choice(matching, by_key[key], keys):
+                chosen.setdefault(_text(one[1]), one)
+                told.setdefault(_text(one[1]), key)
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        matching.found.wrong.append(
+            f"{KERNELS}: {', '.join(dict.fromkeys(told.values()))}: one kernel has them here, and those of "
+            f"the save had {_difference([e for _, e in chosen.values()])}: restore with as many ranks at the "
+            f"same sharding, or leave this out with exclude={KERNELS!r}"
+        )
+        return None
+    ((path, entry),) = chosen.values()
+    same = entry[KIND] == kind_of_kernel(kernel)
+    values: dict[str, Any] = {OPTIONS: entry[OPTIONS]} if same else {}
+    for name in (*_COUNTS, *(("learning_rate",) if same else ())):
+        value = entry.get(name)
+        if isinstance(value, TensorRef):
+            info = matching.source.tensors[value.fqn]
+            values[name] = matching.make(info, f"{path}.{name}")
+        elif value is not None:
+            values[name] = value
+    return values
+
+
+def _fill_rows(
+    matching: Matching, shard: Mapping[str, Any], stored: list[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """Counts of the rows of one shard, from whatever shards of the table there were.
+
+    Shards of other columns of the same rows have counted the same.
+    """
+    key = shard[TABLE]
+    if matching.terms.excludes(key):
+        return
+    for name in (n for n in shard if n not in (TABLE, FIRST)):
+        live, row = shard[name], shard[FIRST]
+        end = row + len(live)
+        while row < end:
+            at = next(
+                (
+                    (path, info, one[FIRST])
+                    for path, one in stored
+                    if matching.terms.renamed(one[TABLE]) == key and name in one
+                    if one[FIRST]
+                    <= row
+                    < one[FIRST] + (info := matching.source.tensors[one[name].fqn]).shape[0]
+                ),
+                None,
+            )
+            if at is None:
+                matching.found.missing.append(f"{KERNELS}: {name} of {key} from row {row} on")
+                break
+            path, info, first = at
+            until = min(end, first + info.shape[0])
+            part = live[row - shard[FIRST] : until - shard[FIRST]]
+            box = Shard((row - first,), (until - row,), part)
+            matching.found.pieces.append(Piece(f"{path}.{name}", info.fqn, (box,)))
+            row = until
+
+
+def _choice(
+    matching: Matching, by_rank: Mapping[int, list[_Stored]], keys: list[str]
+) -> list[_Stored]:
+    """The kernel that had a table: any, if all had the same, else the rank's own. Several: it isn't clear."""
+    everybody = [one for entries in by_rank.values() for one in entries]
+    if len({_text(entry) for _, entry in everybody}) == 1:
+        return everybody[:1]
+    if matching.source.same_world:
+        own = by_rank.get(matching.canonical.rank, [])
+        alike = [
+            one
+            for one in own
+            if sorted(map(matching.terms.renamed, one[1][TABLES])) == sorted(keys)
+        ]
+        if alike or own:
+            return alike or own
+    return everybody
+
+
+def _text(entry: Mapping[str, Any]) -> bytes:
+    """All but the tables' names, to be compared. Tensors aren't known yet; the host's count is."""
+    return canonical(
+        encode_value(without_tensors({k: v for k, v in entry.items() if k not in (TABLES, ROWS)}))
+    )
+
+
+def _difference(entries: list[Mapping[str, Any]]) -> str:
+    for name in dict.fromkeys(n for e in entries for n in e if n not in (TABLES, ROWS)):
+        values = list(dict.fromkeys(repr(e.get(name)) for e in entries))
+        if len(values) > 1:
+            return f"different {name} ({', '.join(values[:3])})"
+    return "different values"

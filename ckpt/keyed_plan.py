@@ -1,0 +1,356 @@
+"""What a keyed optimizer gets at a restore: the state of this rank's parameters, and their options by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt.canonical.keyed import (
+    GROUPS,
+    WRAPPERS,
+    homes_of,
+    keyed_parameters,
+    kind_of,
+    makes_state,
+    nest,
+)
+from ckpt.canonical.optimizers import CLASS
+from ckpt.giving import KEEP
+from ckpt.manifest import canonical
+from ckpt.united import without_tensors
+from ckpt.values import TensorRef, encode_value
+
+if TYPE_CHECKING:
+    from ckpt.restore_plan import Matching
+
+_SHOWN = 3
+# The same updates, computed in a kernel's backward pass or by an optimizer's step.
+_SAME = {
+    "fbgemm.EXACT_SGD": "torch.optim.sgd.SGD",
+    "fbgemm.EXACT_ADAGRAD": "torch.optim.adagrad.Adagrad",
+    "fbgemm.EXACT_ROWWISE_ADAGRAD": "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
+    "fbgemm.ADAM": "torch.optim.adam.Adam",
+}
+_ABSENT = object()
+
+
+def fit_keyed(
+    matching: Matching,
+    optimizer: Any,
+    want: Mapping[Any, Any],
+    stored: Mapping[Any, Any],
+    path: str,
+) -> Any:
+    """What `ckpt.canonical.keyed.give_keyed` gets, or KEEP if it doesn't fit; what is wrong is told then."""
+    return _Fit(matching, optimizer, want, stored, path).tree()
+
+
+class _Fit:
+    def __init__(
+        self,
+        matching: Matching,
+        optimizer: Any,
+        want: Mapping[Any, Any],
+        stored: Mapping[Any, Any],
+        path: str,
+    ) -> None:
+        self._m = matching
+        self._optimizer = optimizer
+        self._want = want
+        self._stored = stored
+        self._path = path
+        self._parameters = keyed_parameters(optimizer)
+        self._options = self._stored_options()
+        self._state = self._by_keys_here(stored.get("state", {}))
+        self._homes = homes_of(optimizer)
+        self._others: dict[tuple[str, str], list[str]] = {}  # keys by the classes that aren't alike
+
+    def tree(self) -> Any:
+        if not isinstance(self._stored.get("state"), dict):
+            return self._m._unlike(self._want, self._stored, self._path)
+        self._compare_classes()
+        tree = {
+            **{
+                k: self._m.given(self._want.get(k), v, self._at(k))
+                for k, v in self._stored.items()
+                if k not in ("state", "param_groups", GROUPS, WRAPPERS, CLASS)
+            },
+            "state": self._entries(),
+            GROUPS: self._groups(),
+        }
+        if beside := self._beside():
+            tree[WRAPPERS] = beside
+        for (was, here), keys in self._others.items():
+            self._m.found.wrong.append(
+                f"{self._path}: the state of {_few(keys)} is of {was}, and the optimizer here is {here}; "
+                f"accept it with other_optimizer, or leave it out with exclude"
+            )
+        return KEEP if self._m.found.wrong else tree
+
+    def _at(self, *keys: Any) -> str:
+        return ".".join([self._path, *map(str, keys)])
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def _here(self, key: Any) -> Any:
+        """The key here of what the checkpoint calls `key`."""
+        terms = self._m.terms
+        for top, _ in self._m.canonical.modules if terms.rename else ():
+            becomes = terms.renamed(f"{top}.{key}")
+            if becomes != f"{top}.{key}" and becomes.startswith(f"{top}."):
+                return becomes[len(top) + 1 :]
+        return key
+
+    def _by_keys_here(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Stored state by the keys here. Fused state has its table's name in its own name."""
+        found: dict[Any, Any] = {}
+        for key, entry in state.items() if isinstance(state, Mapping) else ():
+            here = self._here(key)
+            if here != key and isinstance(entry, dict):
+                was, now = (f"{str(k).rpartition('.')[0].rpartition('.')[2]}." for k in (key, here))
+                found[here] = {
+                    now + k[len(was) :] if str(k).startswith(was) else k: v
+                    for k, v in entry.items()
+                }
+            else:
+                found[here] = entry
+        return found
+
+    def _is_excluded(self, key: Any) -> bool:
+        terms = self._m.terms
+        return terms.excludes(self._at("state", key))
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _entries(self) -> dict[Any, Any]:
+        """An entry for each parameter that has state after the restore: of this rank's, and no others."""
+        out: dict[Any, Any] = {}
+        want = self._want["state"]
+        for key, parameter in self._parameters.items():
+            live, stored = want.get(key, _ABSENT), self._state.get(key, _ABSENT)
+            at = self._at("state", key)
+            if self._is_excluded(key):
+                self._m.claim(None if stored is _ABSENT else stored)
+                self._m.found.kept.append(at)
+                entry = _ABSENT if live is _ABSENT else self._m.live(live)
+            elif stored is _ABSENT:
+                entry = self._without(key, live, at)
+            else:
+                entry = self._entry(key, parameter, live, stored, at)
+            if entry is not _ABSENT:
+                out[key] = entry
+        for key, stored in self._state.items():
+            if key not in self._parameters and stored:
+                if self._is_excluded(key):
+                    self._m.claim(stored)
+                else:
+                    self._m.surplus(stored, self._at("state", key))
+        return out
+
+    def _without(self, key: Any, live: Any, at: str) -> Any:
+        """The checkpoint has no state of a parameter: it had taken no step yet, or isn't known."""
+        if live is _ABSENT:
+            if self._options and key not in self._options and key in self._in_groups():
+                self._m.found.missing.append(at)
+            return _ABSENT
+        if not live:
+            return {}
+        if key in self._options and self._makes_state(key):
+            return _ABSENT
+        self._m.absent(live, at)
+        return self._m.live(live)
+
+    def _entry(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
+        if not isinstance(stored, dict):
+            return self._m.given(None if live is _ABSENT else live, stored, at)
+        here = live if isinstance(live, dict) else {}
+        if not here and stored and not self._makes_state(key):
+            self._m.claim(stored)
+            self._m.found.wrong.append(
+                f"{at}: the checkpoint has {_few(list(stored))}, and the optimizer here has no state of it; "
+                f"call its init_state() before restore(), or leave it out with exclude"
+            )
+            return _ABSENT
+        out = {
+            k: self._value(key, parameter, here.get(k), v, f"{at}.{k}") for k, v in stored.items()
+        }
+        for k, v in here.items():
+            if k not in stored:
+                self._m.absent(v, f"{at}.{k}")
+                out[k] = self._m.live(v)
+        return out
+
+    def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
+        """One thing that is kept for a parameter, most often a tensor of its shape."""
+        m = self._m
+        if m.terms.excludes(at) and live is not None:
+            return m.kept(live, stored, at) and m.live(live)
+        if isinstance(stored, dict) and live is None:
+            m.claim(stored)
+            m.found.wrong.append(
+                f"{at}: is the state of an object that isn't made yet; call init_state() before restore()"
+            )
+            return None
+        if not isinstance(stored, TensorRef):
+            return m.given(live, stored, at)
+        info = m.source.tensors[stored.fqn]
+        if m.fits(live, info):
+            return m.fill(m.flat.leaves[live.fqn], info, at)
+        shape = tuple(parameter.shape)
+        resized = m.terms.resizes(at) or any(
+            m.terms.resizes(f"{top}.{key}") for top, _ in m.canonical.modules
+        )
+        if isinstance(live, TensorRef):
+            leaf = m.flat.leaves[live.fqn]
+            if resized and leaf.dtype == info.dtype and len(leaf.shape) == len(info.shape):
+                return m.fill_common(leaf, info, at)
+            return m.tensor(live, stored, at)
+        if live is not None:
+            return m._unlike(live, stored, at)
+        # One in no group isn't trained: it stands for a wrapper's own state.
+        if info.shape and info.shape != shape and key in self._in_groups():
+            m.found.claimed.add(info.fqn)
+            m.found.wrong.append(
+                f"{at}: the checkpoint has {info.dtype} {list(info.shape)} for a parameter whose shape is "
+                f"{list(shape)} here"
+            )
+            return None
+        if not info.shape and key in self._in_groups("capturable", "fused"):
+            # Such counts are where the parameter is: torch.optim moves them there at a load, too.
+            return m.make(info, at, like=parameter.detach().new_empty(()))
+        return m.make(info, at, like=parameter if info.shape and info.shape == shape else None)
+
+    def _makes_state(self, key: Any) -> bool:
+        return key in self._homes and makes_state(self._homes[key])
+
+    def _in_groups(self, *options: str) -> set[Any]:
+        """Keys in the groups here that have one of these options on; without any: in all groups."""
+        (live,) = self._want[GROUPS].values()
+        return {
+            k for g in live if not options or any(g.get(o) for o in options) for k in g["params"]
+        }
+
+    def _beside(self) -> dict[str, Any]:
+        """What wrappers keep for themselves."""
+        m, out = self._m, {}
+        places = {place for place, _ in nest(self._optimizer)}
+        stored, want = self._stored.get(WRAPPERS, {}), self._want.get(WRAPPERS, {})
+        for place, entries in stored.items():
+            at = self._at(WRAPPERS, place)
+            if m.terms.excludes(at):
+                m.kept(want.get(place), entries, at)
+            elif place in places:
+                out[place] = m.given(want.get(place), entries, at)
+            else:
+                m.surplus(entries, at)
+        for place, live in want.items():
+            if place not in stored or place not in out:
+                m.absent(live, self._at(WRAPPERS, place))
+                out[place] = m.live(live)
+        return out
+
+    # -- groups ---------------------------------------------------------------------------------
+
+    def _stored_options(self) -> dict[Any, dict[int, tuple[str, Mapping[Any, Any]]]]:
+        """By key here and rank of the save: where the options of the parameter's group are, and they."""
+        by_rank = self._stored.get(GROUPS)
+        at = GROUPS
+        if by_rank is None:  # of a plain optimizer, or made by somebody else
+            by_rank, at = {None: self._stored.get("param_groups", [])}, "param_groups"
+        found: dict[Any, dict[int, tuple[str, Mapping[Any, Any]]]] = {}
+        for rank, listed in by_rank.items():
+            for i, group in enumerate(listed):
+                where = f"{at}.{i}" if rank is None else f"{at}.{rank}.{i}"
+                for key in group["params"]:
+                    one = {CLASS: self._stored[CLASS], **group} if CLASS in self._stored else group
+                    found.setdefault(self._here(key), {})[-1 if rank is None else rank] = where, one
+        return found
+
+    def _compare_classes(self) -> None:
+        here = {key: kind_of(home) for key, home in self._homes.items()}
+        for key, by_rank in self._options.items():
+            if key not in here or self._m.terms.other_optimizer or self._is_excluded(key):
+                continue
+            for _, group in by_rank.values():
+                was = group.get(CLASS)
+                if was is not None and _SAME.get(was, was) != _SAME.get(here[key], here[key]):
+                    keys = self._others.setdefault((was, here[key]), [])
+                    if key not in keys:
+                        keys.append(key)
+
+    def _groups(self) -> list[dict[Any, Any]]:
+        """Options for each group of this rank, in their order."""
+        out = []
+        (live,) = self._want[GROUPS].values()
+        for i, group in enumerate(live):
+            out.append(self._group(i, group))
+        for by_rank in self._options.values():
+            for _, group in by_rank.values():
+                self._m.claim({k: v for k, v in group.items() if k != "params"})
+        if not self._options and self._stored.get("state"):
+            self._m.found.notes.append(
+                f"{self._path}: the checkpoint has no groups of it: learning rates and other options stay "
+                f"as they are"
+            )
+        return out
+
+    def _group(self, i: int, group: Mapping[Any, Any]) -> dict[Any, Any]:
+        m = self._m
+        options: dict[Any, Any] = {k: m.live(v) for k, v in group.items()}
+        if m.terms.excludes(self._at(GROUPS)):
+            return options
+        chosen: dict[bytes, tuple[str, Mapping[Any, Any]]] = {}
+        for key in group["params"]:
+            if key in self._options and (one := self._choice(key, i)) is not None:
+                chosen.setdefault(_text(one[1]), one)
+        if not chosen:
+            return options
+        if len(chosen) > 1:
+            m.found.wrong.append(
+                f"{self._path}: its parameter groups are others than at the save: {_few(group['params'])} "
+                f"are one group here, and had {_difference([c[1] for c in chosen.values()])}"
+            )
+            return options
+        ((where, stored),) = chosen.values()
+        was = stored.get(CLASS)
+        if was is not None and _SAME.get(was, was) != _SAME.get(group[CLASS], group[CLASS]):
+            return options  # another optimizer's, accepted or told of
+        for k, v in stored.items():
+            if k not in ("params", "param_names", CLASS):
+                options[k] = m.given(group.get(k), v, self._at(where, k))
+        return options
+
+    def _choice(self, key: Any, i: int) -> tuple[str, Mapping[Any, Any]] | None:
+        """The options of one parameter: of all ranks that had it, if they agree, else the rank's own."""
+        by_rank = self._options[key]
+        (rank,) = self._want[GROUPS]
+        if len({_text(group) for _, group in by_rank.values()}) == 1 or (
+            self._m.source.same_world and rank in by_rank
+        ):
+            return by_rank.get(rank) or next(iter(by_rank.values()))
+        self._m.found.wrong.append(
+            f"{self._at(GROUPS, i)}: {key}: ranks {', '.join(map(str, sorted(by_rank)))} of the save had "
+            f"{_difference([g for _, g in by_rank.values()])}: restore with as many ranks, or leave the "
+            f"groups out with exclude={self._at(GROUPS)!r}"
+        )
+        return None
+
+
+def _text(group: Mapping[Any, Any]) -> bytes:
+    """The options of a group, to be compared. Tensors aren't known yet."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return canonical(encode_value(without_tensors(dict(sorted(options.items(), key=repr)))))
+
+
+def _difference(options: Sequence[Mapping[Any, Any]]) -> str:
+    """The first option that isn't the same in all."""
+    for name in dict.fromkeys(n for o in options for n in o if n != "params"):
+        values = list(dict.fromkeys(repr(o.get(name)) for o in options))
+        if len(values) > 1:
+            return f"different values of {name} ({', '.join(values[:_SHOWN])})"
+    return "different options"
+
+
+def _few(keys: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, keys[:_SHOWN]))
+    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
