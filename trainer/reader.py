@@ -38,11 +38,12 @@ class BatchReader(Generic[B]):
         rank, world_size: whose part of each batch this reader hands out; by default this
             process's in torch.distributed, or all of it where that isn't initialised.
         event_times_s: when each sample happened, Unix seconds, (count,), for `event_time_s`.
-        identity: tells these samples from others, such as a digest or the names and sizes of files. A function
-            is asked for the identity of the first n samples.
-        grown: what to do where the checkpoint was trained on fewer samples. "append": the new ones come after the
-            old ones, so the epoch in which the checkpoint stands is ended with the old ones, and those after it
-            have all. That the old ones are the same is certain only if `identity` is a function.
+        identity: tells these samples from others, such as a digest or the names and sizes of files. A
+            function is asked for the identity of the first n samples.
+        grown: what to do where the checkpoint was trained on fewer samples. "append": the new ones come
+            after the old ones, so the epoch in which the checkpoint stands is ended with the old ones, and
+            those after it have all. That the old ones are the same is certain only if `identity` is a
+            function.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first three have defaults and are keyword-only
@@ -159,14 +160,14 @@ class BatchReader(Generic[B]):
             return
         if grown and not callable(self._identity):
             raise BadInputError(
-                f"the data has grown from {samples} to {self._count} samples, and an identity as text doesn't "
-                f"tell whether the first {samples} are the same: pass a function that tells the identity of the "
-                f"first n samples"
+                f"the data has grown from {samples} to {self._count} samples, and an identity as text "
+                f"doesn't tell whether the first {samples} are the same: pass a function that tells the "
+                f"identity of the first n samples"
             )
         if saved != (here := self._identity_of(samples)):
             raise BadInputError(
-                f"the checkpoint was trained on {samples} samples of identity {saved!r} and the reader's have "
-                f"{here!r}: its position would point to other data; give it that data"
+                f"the checkpoint was trained on {samples} samples of identity {saved!r} and the reader's "
+                f"have {here!r}: its position would point to other data; give it that data"
             )
 
     def _identity_of(self, samples: int) -> str:

@@ -78,7 +78,8 @@ class Reader(Protocol[B_co]):
         data: Mapping[str, Any]
 
     plain values, the same on all ranks: {"samples": 640, "identity": "..."}. They are stored beside the
-    position, and a restore whose reader has others is refused, unless the reader says itself what to make of them:
+    position, and a restore whose reader has others is refused, unless the reader says itself what to make of
+    them:
 
         def continues(self, data: Mapping[str, Any], position: int) -> None
 
@@ -88,8 +89,8 @@ class Reader(Protocol[B_co]):
         def state_at(self, position: int) -> Any
         def load_state(self, state: Any, position: int) -> None
 
-    what this rank needs to hand out the batches after `position`, plain values and tensors, and its way back, in
-    the place of `seek`. It belongs to its rank: another number of ranks is refused.
+    what this rank needs to hand out the batches after `position`, plain values and tensors, and its way
+    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused.
     """
 
     @property
