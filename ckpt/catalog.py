@@ -72,9 +72,7 @@ class Catalog:
                 found.append(info)
         return found
 
-    def lineage(
-        self, lost: Callable[[str, str], None] = lambda key, why: None
-    ) -> list[CommitInfo]:
+    def lineage(self, lost: Callable[[str, str], None] = lambda key, why: None) -> list[CommitInfo]:
         """The run's lineage, newest first, damaged commits included; files aren't checked.
 
         lost: told of each record that the lineage lacks: its key, and what that means.

@@ -81,7 +81,11 @@ def how_it_starts(
     if fresh:
         with contextlib.suppress(SidestageError):  # they are left aside, sound or not
             newest = Catalog(storage).tree().newest()
-    has = "it has no checkpoints" if newest is None else f"beside checkpoints up to step {newest.step}"
+    has = (
+        "it has no checkpoints"
+        if newest is None
+        else f"beside checkpoints up to step {newest.step}"
+    )
     if fresh:
         return f"starts from scratch in {where} as asked (fresh=True){':' if newest is None else ','} {has}"
     return f"starts from scratch in {where}: {has}"

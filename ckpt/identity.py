@@ -114,9 +114,7 @@ def _add(told: _Told, run_id: str, key: str, at_s: float) -> None:
     told[run_id] = [*keys, key], min(since_s, at_s)
 
 
-def _commits(
-    storage: Readable, keys: list[str]
-) -> Iterator[tuple[str, CommitRecord, CommitRef]]:
+def _commits(storage: Readable, keys: list[str]) -> Iterator[tuple[str, CommitRecord, CommitRef]]:
     for key, data in zip(keys, each(lambda k: _read(storage, k), keys, _WORKERS), strict=True):
         try:
             record = decode(CommitRecord, data, key)

@@ -148,7 +148,9 @@ def test_where_an_attempt_has_no_record_and_no_commit_nobody_knows_what_is_aband
     run.commit(3, 4, second)
     storage.delete(layout.attempt_key(2))
     plan = Pruner(storage, LAST, FakeClock()).plan()
-    assert [v.commit.ref.step for v in plan.delete] == [1, 2, 3], "its commit says what it continued"
+    assert [v.commit.ref.step for v in plan.delete] == [1, 2, 3], (
+        "its commit says what it continued"
+    )
     storage.delete(layout.commit_key(2, 3))
     plan = Pruner(storage, LAST, FakeClock()).plan()
     assert plan.delete == []

@@ -47,7 +47,9 @@ class Model:
     def _lineage(self, epoch: int) -> list[Place]:
         found, below = [], float("inf")
         while True:
-            found += sorted((p for p in self.commits if p[0] == epoch and p[1] <= below), reverse=True)
+            found += sorted(
+                (p for p in self.commits if p[0] == epoch and p[1] <= below), reverse=True
+            )
             parent = self.parents.get(epoch) if self._told(epoch) else None
             if parent is None:
                 return found
@@ -124,7 +126,9 @@ def test_is_the_same_whatever_records_are_lost_but_the_commits(
     assert bool(expected) == bool(model.commits), "a root with commits never begins from scratch"
     for info in catalog.commits():
         place = (info.ref.epoch, info.ref.step)
-        wanted = "latest" if place in expected[:1] else "ancestor" if place in expected else "abandoned"
+        wanted = (
+            "latest" if place in expected[:1] else "ancestor" if place in expected else "abandoned"
+        )
         assert info.status == wanted
     try:
         run = open_run(storage, SystemClock(), ListSink())
@@ -218,7 +222,9 @@ class TestLosses:
         assert why == "attempts/000002.json continues it, and it is gone; epoch 1, step 5 is taken"
         storage.delete(layout.commit_key(1, 5))
         catalog = Catalog(storage)
-        with pytest.raises(CorruptError, match=r"is gone with all before it.*`ckpt branch memory://"):
+        with pytest.raises(
+            CorruptError, match=r"is gone with all before it.*`ckpt branch memory://"
+        ):
             catalog.lineage()
         assert catalog.latest() is None
         assert [c.status for c in catalog.commits()] == ["abandoned"]
