@@ -13,6 +13,7 @@ from ckpt.canonical.keyed import GROUPS, give_keyed, is_keyed
 from ckpt.canonical.optimizers import is_optimizer, keep_dtypes
 from ckpt.errors import BadInputError
 from ckpt.tree import PerRank, has_state_dict
+from ckpt.values import Instance, filled_in_place, given, put, resolve
 
 
 class _Keep:
@@ -49,7 +50,7 @@ def check_places(state: Any, loaded: Any, per_rank: Mapping[str, Any], path: str
         return
     elif has_state_dict(state):
         if callable(check := getattr(state, "check_state_dict", None)):
-            check(_without_tensors(loaded))
+            check(resolve(_without_tensors(loaded), path))
     elif isinstance(state, Mapping) and isinstance(loaded, Mapping):
         for k, v in loaded.items():
             sub = f"{path}.{k}" if path else str(k)
@@ -73,6 +74,8 @@ def _without_tensors(loaded: Any) -> Any:
         return {k: _without_tensors(v) for k, v in loaded.items()}
     if type(loaded) in (list, tuple):
         return type(loaded)(_without_tensors(v) for v in loaded)
+    if isinstance(loaded, Instance) and loaded.walks:
+        return loaded.having([_without_tensors(v) for _, v in loaded.fields])
     return loaded
 
 
@@ -82,6 +85,7 @@ def _in_place(state: Any, loaded: Any) -> bool:
         or has_state_dict(state)
         or isinstance(state, PerRank | torch.Tensor | ShardedTensor)
         or (isinstance(state, Mapping) and isinstance(loaded, Mapping))
+        or (isinstance(loaded, Instance) and filled_in_place(state, loaded))
     )
 
 
@@ -112,6 +116,8 @@ class Giving:
             return state
         if isinstance(state, Mapping) and isinstance(loaded, Mapping):
             return self._mapping(state, loaded, path)
+        if isinstance(loaded, Instance):
+            return put(state, loaded, self.give, path)
         if (
             type(state) in (list, tuple)
             and type(loaded) is type(state)
@@ -125,13 +131,17 @@ class Giving:
                 state[:] = items
                 return state
             return tuple(items)
-        return loaded
+        return given(state, loaded, path)
 
     def _mapping(self, state: Mapping[Any, Any], loaded: Mapping[Any, Any], path: str) -> Any:
         for k, v in loaded.items():
             if v is KEEP and not isinstance(state.get(k), PerRank):
                 continue
-            new = self.give(state[k], v, f"{path}.{k}" if path else str(k)) if k in state else v
+            new = (
+                self.give(state[k], v, f"{path}.{k}" if path else str(k))
+                if k in state
+                else resolve(v)
+            )
             if k in state and new is state[k]:
                 continue  # filled in place, which a mapping that can't be changed permits too
             assert isinstance(state, MutableMapping), "check_places has seen to that"
@@ -139,6 +149,7 @@ class Giving:
         return state
 
     def _load(self, value: Any, loaded: Any, path: str) -> None:
+        loaded = resolve(loaded, path)
         if isinstance(value, torch.nn.Module):
             # Modules' versions ride on the mapping; without them a newer module takes itself for old.
             loaded = OrderedDict(loaded)

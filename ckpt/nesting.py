@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import BadInputError, CorruptError
-from ckpt.values import PerRankRef, TensorRef, iter_leaves, map_leaves
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, map_leaves
 
 Path = tuple[str | int, ...]
 
@@ -59,6 +59,8 @@ def map_flat(tree: Mapping[Any, Any], fn: Callable[[str, Path, Any], Any]) -> di
     def visit(path: Path, value: Any) -> Any:
         if isinstance(value, dict):
             return {k: visit((*path, str(k)), v) for k, v in value.items()}
+        if isinstance(value, Instance) and isinstance(as_dict(value), dict):
+            return value.having([visit((*path, str(k)), v) for k, v in value.fields])
         if type(value) is list and _has_parts(value):
             return [visit((*path, i), v) for i, v in enumerate(value)]
         key = ".".join(map(str, path))
@@ -153,6 +155,11 @@ def pruned(tree: Any, keep: set[str]) -> Any:
         return {k: pruned(v, keep) for k, v in tree.items() if not _dropped(v, keep)}
     if type(tree) in (list, tuple):
         return type(tree)(None if _dropped(v, keep) else pruned(v, keep) for v in tree)
+    if isinstance(tree, Instance) and tree.walks:
+        if isinstance(as_dict(tree), dict):
+            kept = [(k, pruned(v, keep)) for k, v in tree.fields if not _dropped(v, keep)]
+            return Instance(*tree.like, tuple(kept))
+        return tree.having([None if _dropped(v, keep) else pruned(v, keep) for _, v in tree.fields])
     return tree
 
 
@@ -160,6 +167,7 @@ def _dropped(value: Any, keep: set[str]) -> bool:
     """Is `value` a tensor not to be kept, or a dict of only such ones?"""
     if isinstance(value, TensorRef):
         return value.fqn not in keep
+    value = as_dict(value)
     return (
         isinstance(value, dict) and bool(value) and all(_dropped(v, keep) for v in value.values())
     )
@@ -168,7 +176,8 @@ def _dropped(value: Any, keep: set[str]) -> bool:
 def _has_parts(values: list[Any]) -> bool:
     """Does DCP look into this list? It does if it finds a tensor or a dict in it, at any depth."""
     return any(
-        isinstance(v, dict | TensorRef) or (type(v) is list and _has_parts(v)) for v in values
+        isinstance(as_dict(v), dict | TensorRef) or (type(v) is list and _has_parts(v))
+        for v in values
     )
 
 

@@ -27,7 +27,7 @@ from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Piece
 from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
-from ckpt.values import PerRankRef, TensorRef, iter_leaves
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
 
@@ -81,7 +81,8 @@ def plan_restore(
 ) -> RestorePlan:
     """Match a state with a checkpoint. Allocates what only the checkpoint has; changes nothing.
 
-    Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have.
+    Raises CorruptError for a checkpoint whose values name a tensor that it doesn't have, BadInputError for
+    an object whose class isn't here as it was at the save.
     """
     matching = Matching(flat, source, terms, canonical, spell)
     stored = _with_loose(source)
@@ -95,6 +96,8 @@ def plan_restore(
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
+    for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
+        resolve(tree, path)  # what no object can be made of is refused now
     return matching.found
 
 
@@ -128,9 +131,11 @@ class Matching:
         if path and self.terms.excludes(path):
             return self.kept(want, stored, path)
         if path in self.flat.objects and not isinstance(want, PerRankRef):
-            return self._object(self.flat.objects[path], want, stored, path)
+            return self._object(self.flat.objects[path], want, as_dict(stored), path)
         if isinstance(want, PerRankRef):
             return self._own(want, stored, path)
+        if isinstance(want, Instance) or isinstance(stored, Instance):
+            return self._instance(want, stored, path)
         if isinstance(want, dict) and isinstance(stored, dict):
             return self._dict(want, stored, path)
         if isinstance(want, TensorRef) and isinstance(stored, TensorRef):
@@ -155,6 +160,33 @@ class Matching:
             else:
                 self.surplus(s, sub)
         return out
+
+    def _instance(self, want: Any, stored: Any, path: str) -> Any:
+        """A typed collection or an object of a class, on one side or both. A value is what it was; what has
+        places in it is filled.
+        """
+        w, s = as_dict(want), as_dict(stored)
+        if has_places(want, path, self.flat):
+            if isinstance(w, dict) and isinstance(s, dict):
+                fields = self._dict(w, s, path)
+            elif (
+                isinstance(want, Instance)
+                and isinstance(stored, Instance)
+                and want.like == stored.like
+                and [k for k, _ in want.fields] == [k for k, _ in stored.fields]
+            ):
+                fields = self._dict(dict(want.fields), dict(stored.fields), path)
+            else:
+                return self._unlike(want, stored, path)
+            if not isinstance(want, Instance):
+                return fields
+            order = dict.fromkeys([*(k for k, _ in parts_of(stored) or () if k in fields), *fields])
+            return Instance(*want.like, tuple((k, fields[k]) for k in order))
+        if isinstance(w, dict) and isinstance(stored, dict):
+            return self._dict(w, stored, path)  # as it was stored before types were
+        if isinstance(stored, PerRankRef):
+            return self._unlike(want, stored, path)
+        return self.made(stored, path)
 
     def _list(self, want: Sequence[Any], stored: Any, path: str) -> Any:
         """A list with tensors or objects in it: element by element, and whole or not at all."""
@@ -304,11 +336,13 @@ class Matching:
             return self.make(self.source.tensors[stored.fqn], path)
         if isinstance(stored, PerRankRef):
             own = self.source.per_rank.get(stored.fqn) if self.source.same_world else None
-            return PerRank(None if own is None else self.made(own, path))
+            return PerRank(None if own is None else resolve(self.made(own, path), path))
         if isinstance(stored, dict):
             return {k: self.made(v, f"{path}.{k}" if path else str(k)) for k, v in stored.items()}
         if type(stored) in (list, tuple):
             return type(stored)(self.made(v, f"{path}.{i}") for i, v in enumerate(stored))
+        if isinstance(stored, Instance) and stored.walks:
+            return stored.having([self.made(v, f"{path}.{k}") for k, v in stored.fields])
         return stored
 
     # -- parts of single ranks ------------------------------------------------------------------
@@ -399,9 +433,12 @@ class Matching:
                 return PerRank(None)
             own = self.source.per_rank.get(stored.fqn)
             mine = self.flat.per_rank.get(want.fqn) if isinstance(want, PerRankRef) else None
-            return PerRank(None if own is None else self.given(mine, own, path))
+            return PerRank(None if own is None else resolve(self.given(mine, own, path), path))
         if isinstance(stored, dict):
+            want = as_dict(want)
             return self._given_dict(want if isinstance(want, dict) else {}, stored, path)
+        if isinstance(stored, Instance) and stored.walks:
+            return self._given_instance(want, stored, path)
         if type(stored) in (list, tuple):
             inner = want if type(want) is type(stored) and len(want) == len(stored) else ()
             items = [
@@ -412,6 +449,14 @@ class Matching:
                 self._unlike(want, stored, path)
             return type(stored)(items)
         return stored
+
+    def _given_instance(self, want: Any, stored: Instance, path: str) -> Any:
+        inner = dict(parts_of(want) or ())
+        fields = [(k, self.given(inner.get(k), v, f"{path}.{k}")) for k, v in stored.fields]
+        here = tuple(f for f in fields if f[1] is not _ABSENT)
+        if len(here) < len(fields) and not isinstance(as_dict(stored), dict):
+            self._unlike(want, stored, path)
+        return Instance(*stored.like, here) if here or not fields else _ABSENT
 
     def _given_dict(self, want: dict[Any, Any], stored: dict[Any, Any], path: str) -> Any:
         out = {}
@@ -436,6 +481,8 @@ class Matching:
             return {k: self.live(v) for k, v in want.items()}
         if type(want) in (list, tuple):
             return type(want)(self.live(v) for v in want)
+        if isinstance(want, Instance) and want.walks:
+            return want.having([self.live(v) for _, v in want.fields])
         return want
 
 
@@ -443,11 +490,8 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     """Are there tensors, objects or ranks' own parts in it?"""
     if path in flat.objects or isinstance(want, TensorRef | PerRankRef):
         return True
-    if isinstance(want, dict):
-        return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in want.items())
-    if isinstance(want, list | tuple):
-        return any(has_places(v, f"{path}.{i}", flat) for i, v in enumerate(want))
-    return False
+    parts = parts_of(want) or ()
+    return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in parts)
 
 
 def _with_loose(source: Source) -> Any:
@@ -505,6 +549,8 @@ def renamed(stored: Any, want: Any, terms: RestoreTerms) -> Any:
 def _without_moved(
     stored: Any, old: str, new: str, terms: RestoreTerms, moved: list[tuple[str, str, Any]]
 ) -> Any:
+    if any(isinstance(leaf, TensorRef) for _, leaf in iter_leaves(stored)):
+        stored = as_dict(stored)
     if not isinstance(stored, dict):
         return stored
     out = {}
@@ -521,13 +567,14 @@ def _without_moved(
 
 def _attach(tree: dict[Any, Any], want: Any, place: str, node: Any) -> bool:
     """Put a node where the state has `place`; False if something is there."""
+    want = as_dict(want)
     for k, w in want.items() if isinstance(want, dict) else ():
         if place == str(k):
             if k in tree:
                 return False
             tree[k] = node
             return True
-        if place.startswith(f"{k}.") and isinstance(w, dict):
+        if place.startswith(f"{k}.") and isinstance(as_dict(w), dict):
             inner = tree.setdefault(k, {})
             return isinstance(inner, dict) and _attach(inner, w, place[len(str(k)) + 1 :], node)
     if place in tree:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from ckpt.errors import BadInputError
 from ckpt.index import TensorKind
 from ckpt.types import ITEMSIZE
-from ckpt.values import PerRankRef, TensorRef
+from ckpt.values import PerRankRef, TensorRef, instance_of
 
 
 @dataclass
@@ -79,9 +79,12 @@ def flatten(
     """
     if not isinstance(state, Mapping):
         raise BadInputError(f"state is a {type(state).__name__}; give a dict of names to objects")
+    check_names(state)
     flat = FlatState()
     try:
-        flat.values = _Flattening(rank, taken or _state_dict_of, flat).tree(state, "", None)
+        flat.values = _Flattening(rank, taken or _state_dict_of, flat).tree(
+            own_mapping(state), "", None
+        )
     except RecursionError:
         raise BadInputError("state: is nested too deep, or holds itself") from None
     return flat
@@ -121,14 +124,33 @@ class _Flattening:
             return TensorRef(leaf.fqn)
         if has_state_dict(value):
             flat.objects.setdefault(path, value)
-            return self.tree(self._taken(value), path, owner)
-        if isinstance(value, Mapping):
+            return self.tree(own_mapping(self._taken(value)), path, owner)
+        if type(value) in (list, tuple):
+            return type(value)(self.tree(v, f"{path}.{i}", owner) for i, v in enumerate(value))
+        instance = instance_of(value, path)
+        if instance is not None:
+            fields = instance.fields if instance.walks else ()
+            parts = [self.tree(v, f"{path}.{k}", owner) for k, v in fields]
+            return instance.having(parts) if instance.walks else instance
+        if type(value) is dict:
             return {
                 k: self.tree(v, f"{path}.{k}" if path else str(k), owner) for k, v in value.items()
             }
-        if type(value) in (list, tuple):
-            return type(value)(self.tree(v, f"{path}.{i}", owner) for i, v in enumerate(value))
-        return value
+        return self.tree(own_mapping(value), path, owner) if isinstance(value, Mapping) else value
+
+
+def check_names(state: Mapping[Any, Any]) -> None:
+    """BadInputError if the parts of a state aren't under strings or integers."""
+    for k in state:
+        if type(k) not in (str, int):
+            raise BadInputError(
+                f"state: key {k!r} is a {type(k).__name__}; name the parts of a state by strings or integers"
+            )
+
+
+def own_mapping(taken: Any) -> Any:
+    """What an object's `state_dict()` returned: its own type has no meaning, as of modules' OrderedDicts."""
+    return dict(taken.items()) if isinstance(taken, Mapping) else taken
 
 
 def has_state_dict(value: Any) -> bool:

@@ -20,16 +20,20 @@ from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import KERNELS, Kernels
 from ckpt.errors import BadInputError
 from ckpt.manifest import canonical
-from ckpt.tree import PerRank, flatten, has_state_dict
+from ckpt.tree import PerRank, check_names, flatten, has_state_dict
 from ckpt.types import Clock, EventSink
 from ckpt.values import (
+    MAPPINGS,
     MAX_DEPTH,
     PLAIN,
     SCALARS,
+    Instance,
     NotPlainError,
-    dict_text,
     encode_value,
+    instance_of,
     list_text,
+    mapping_type,
+    pairs_text,
 )
 
 Show = Callable[[Any, str], None]
@@ -98,12 +102,13 @@ class StateWalk:
             raise BadInputError(
                 f"state is a {type(state).__name__}; give a dict of names to objects"
             )
+        check_names(state)
         taker = self._canonical.look(state)
         if KERNELS in state:
             raise BadInputError(f"{KERNELS}: is what checkpoints call the fused kernels; rename it")
         walk = _Walk(self._rank, self._clock, show, self._kept, taker)
         try:
-            text = walk.text(state, "", None, 0)
+            text = walk.mapping(state, "", None, 0)
             beside = taker.kernels.taken(walk.parts.names, walk.parts.tensors)
             if beside:
                 pair = f'["{KERNELS}",{walk.text({self._rank: beside}, KERNELS, None, 1)}]'
@@ -154,8 +159,10 @@ class _Walk:
         if kind in SCALARS:
             began_s = self._now()
             return self._told(SCALARS[kind](value), path, 1, began_s)
-        if kind is dict or kind is OrderedDict:
-            return self._dict(value, path, owner, depth)
+        if kind is dict:
+            return self.mapping(value, path, owner, depth)
+        if kind in MAPPINGS:
+            return self._typed(value, path, owner, depth)
         if kind is list or kind is tuple:
             return self._list(value, path, owner, depth)
         if isinstance(value, PerRank):
@@ -166,9 +173,18 @@ class _Walk:
             if self._show is not None:
                 self._show(value, path)
             self.parts.objects.append(value)
-            return self.text(self._taker.taken(value), path, owner, depth)
-        if isinstance(value, Mapping):
-            return self._dict(dict(value.items()), path, owner, depth)
+            taken = self._taker.taken(value)
+            if isinstance(taken, Mapping):  # whose own type has no meaning
+                return self.mapping(taken, path, owner, depth)
+            return self.text(taken, path, owner, depth)
+        instance = instance_of(value, path)
+        if instance is not None and instance.walks:
+            return self._instance(instance, path, owner, depth)
+        if instance is None and isinstance(value, Mapping):
+            return self.mapping(value, path, owner, depth)
+        return self._encoded(value, path, depth)
+
+    def _encoded(self, value: Any, path: str, depth: int) -> str:
         began_s = self._now()
         return self._told(canonical(encode_value(value, path, depth)).decode(), path, 1, began_s)
 
@@ -209,16 +225,34 @@ class _Walk:
         self.per_rank[path] = self.text(value.value, path, self._rank, 0)
         return f'{{"$":"per_rank","v":{encode_basestring(path)}}}'
 
-    def _dict(self, value: dict[Any, Any], path: str, owner: int | None, depth: int) -> str:
-        _check_depth(depth + bool(value))  # what is in it counts, too
+    def mapping(self, value: Mapping[Any, Any], path: str, owner: int | None, depth: int) -> str:
+        """The JSON of a mapping as a dict, whatever its type."""
+        if type(value) is not dict and type(value) is not OrderedDict:
+            value = dict(value.items())
         if not _KEYS.issuperset(map(type, value)):
-            raise NotPlainError
+            return self._encoded(dict(value), path, depth)
+        return f'{{"$":"dict","v":[{self._pairs(value, path, owner, depth)}]}}'
+
+    def _typed(self, value: dict[Any, Any], path: str, owner: int | None, depth: int) -> str:
+        """The JSON of an OrderedDict and the like."""
+        if not _KEYS.issuperset(map(type, value)):
+            return self._encoded(value, path, depth)
+        pairs = self._pairs(value, path, owner, depth)
+        return _instance_text(MAPPINGS[type(value)], mapping_type(value, path), pairs)
+
+    def _instance(self, value: Instance, path: str, owner: int | None, depth: int) -> str:
+        pairs = self._pairs(dict(value.fields), path, owner, depth)
+        return _instance_text(value.kind, value.type, pairs)
+
+    def _pairs(self, value: dict[Any, Any], path: str, owner: int | None, depth: int) -> str:
+        """`[key,value],...` of a dict whose keys are strings and ints."""
+        _check_depth(depth + bool(value))  # what is in it counts, too
         kinds = set(map(type, value.values()))
         if kinds and kinds <= _TENSORS:
             return self._named(value, path, owner)
         began_s = self._now()
         if kinds <= PLAIN:
-            return self._many(dict_text(value), value.items(), path, len(value), began_s)
+            return self._many(pairs_text(value), value.items(), path, len(value), began_s)
         of_tensors, noted = self._of_tensors, len(self.large)
         prefix = f"{path}." if path else ""
         pairs = []
@@ -229,7 +263,7 @@ class _Walk:
             else:
                 text = scalar(v)
             pairs.append(f"[{SCALARS[type(k)](k)},{text}]")
-        text = f'{{"$":"dict","v":[{",".join(pairs)}]}}'
+        text = ",".join(pairs)
         chars = len(text) - (self._of_tensors - of_tensors)
         self._sum_up(path, len(value), chars, noted, began_s)
         return text
@@ -260,8 +294,7 @@ class _Walk:
         if known is None or known.keys != keys or known.owner != owner:
             prefix, suffix = f"{path}." if path else "", "" if owner is None else f"@{owner}"
             names = [f"{prefix}{k}{suffix}" for k in keys]
-            pairs = ",".join(map(_pair, keys, names))
-            known = _Named(keys, owner, names, f'{{"$":"dict","v":[{pairs}]}}')
+            known = _Named(keys, owner, names, ",".join(map(_pair, keys, names)))
         self.kept[path] = known
         self.parts.names += known.names
         self.parts.tensors += value.values()
@@ -272,6 +305,11 @@ class _Walk:
 
 def _pair(key: Any, name: str) -> str:
     return f'[{SCALARS[type(key)](key)},{{"$":"tensor","v":{encode_basestring(name)}}}]'
+
+
+def _instance_text(kind: str, type_name: str, pairs: str) -> str:
+    comma = "," if pairs else ""
+    return f'{{"$":"{kind}","v":[{encode_basestring(type_name)}{comma}{pairs}]}}'
 
 
 def _check_depth(depth: int) -> None:

@@ -36,7 +36,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.storage import Root, storage_of
 from ckpt.tree import torch_dtype
 from ckpt.types import CommitRef
-from ckpt.values import TensorRef, map_leaves
+from ckpt.values import TensorRef, map_leaves, resolve
 
 
 class DcpReader(StorageReader):
@@ -178,7 +178,7 @@ class _Opened:
             return self.reader.read(leaf.fqn) if isinstance(leaf, TensorRef) else leaf
 
         out = io.BytesIO()
-        torch.save(map_leaves(self._flat[key][1], load), out)
+        torch.save(resolve(map_leaves(self._flat[key][1], load), key), out)
         out.seek(0)
         return out
 

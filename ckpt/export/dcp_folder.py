@@ -36,7 +36,7 @@ from ckpt.index import TensorInfo, row_bytes, row_count
 from ckpt.manifest import seal
 from ckpt.restore import CheckpointReader
 from ckpt.tree import torch_dtype
-from ckpt.values import TensorRef, encode_value, map_leaves
+from ckpt.values import TensorRef, common, encode_value, map_leaves, resolve
 
 _PIECE_BYTES = 64 << 20  # DCP's reader loads a whole piece for any row of it
 
@@ -134,7 +134,7 @@ class _PiecePlanner(DefaultSavePlanner):
         leaf = self._flat[write_item.index.fqn][1]
         if not isinstance(leaf, TensorRef):
             stream = io.BytesIO()
-            torch.save(map_leaves(leaf, self._whole), stream)
+            torch.save(resolve(common(map_leaves(leaf, self._whole))), stream)
             return stream
         if self._held is not None:
             self._held.untyped_storage().resize_(0)

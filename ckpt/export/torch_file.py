@@ -13,7 +13,7 @@ from ckpt.errors import BadInputError
 from ckpt.export.selection import selected_tree
 from ckpt.export.targets import new_file, sync_file
 from ckpt.restore import CheckpointReader
-from ckpt.values import TensorRef, map_leaves
+from ckpt.values import TensorRef, common, map_leaves, resolve
 
 _MOST_INT_BITS = 2039  # 255 bytes with a sign: the longest kind that weights_only knows
 
@@ -48,7 +48,7 @@ def export_torch(
         return tensor
 
     with new_file(target, replace=replace) as partial:
-        state = map_leaves(selected_tree(reader, keys), load)
+        state = resolve(common(map_leaves(selected_tree(reader, keys), load)))
         # Not by its path: torch.save would write the name of the partial file into it.
         with open(partial, "xb") as fh:
             torch.save(state, fh)

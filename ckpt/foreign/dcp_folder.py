@@ -19,7 +19,7 @@ from ckpt.foreign.weights import load_weights
 from ckpt.formats import DCP_SIDECAR, DCP_SIDECAR_KIND
 from ckpt.manifest import unseal
 from ckpt.tree import dtype_name
-from ckpt.values import decode_value
+from ckpt.values import common, decode_value, encode_value, resolve
 
 METADATA = ".metadata"
 
@@ -72,9 +72,14 @@ def _as_exported(sidecar: Path, leaves: dict[str, Any]) -> dict[Any, Any]:
     tree = decode_value(node, str(sidecar))
     placed: set[str] = set()
 
-    def place(key: str, _: nesting.Path, __: Any) -> Any:
+    def place(key: str, _: nesting.Path, exported: Any) -> Any:
         placed.add(key)
-        return leaves.get(key)
+        found = leaves.get(key)
+        try:
+            alike = encode_value(resolve(common(exported))) == encode_value(found)
+        except BadInputError:  # tensors
+            alike = False
+        return exported if alike else found
 
     exported = nesting.map_flat(tree if isinstance(tree, dict) else {}, place)
     if differing := sorted(placed ^ set(leaves)):

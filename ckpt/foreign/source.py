@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import BadInputError, CorruptError
 from ckpt.tree import leaf_of
 from ckpt.types import ITEMSIZE
-from ckpt.values import TensorRef, encode_value
+from ckpt.values import Instance, TensorRef, encode_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,8 @@ def _take(value: Any, path: str, tensors: dict[str, ForeignTensor]) -> Any:
         return {k: _take(v, f"{path}.{k}" if path else str(k), tensors) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_take(v, f"{path}.{i}", tensors) for i, v in enumerate(value))
+    if isinstance(value, Instance) and value.walks:
+        return value.having([_take(v, f"{path}.{k}", tensors) for k, v in value.fields])
     return value
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,6 +36,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.storage import LocalStorage, MemoryStorage, Storage
 from tests.faults import FaultyStorage
 from tests.interop.states import NESTED, bits, contents, every_dtype, reader, saved
+from tests.unit.kinds import Point, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -203,9 +206,9 @@ def test_d23_objects_are_stored_as_values_or_refused_by_name(tmp_path: Path) -> 
     storage, marker = MemoryStorage(), tmp_path / "marker"
     for name, bad in {
         "a class": Evil(marker),
-        "a set": {1},
-        "a numpy scalar": torch.ones(1).numpy()[0],
-        "a dtype": torch.float32,
+        "a set": {Evil(marker)},
+        "a type": Evil,
+        "a generator": torch.Generator(),
     }.items():
         with refused(BadInputError, f"job.{name}: a .* can't be stored without running code"):
             save(storage, 1, {"w": torch.ones(2), "job": {name: bad}})
@@ -214,6 +217,23 @@ def test_d23_objects_are_stored_as_values_or_refused_by_name(tmp_path: Path) -> 
     save(storage, 1, {"w": torch.ones(2), "job": {"bytes": b"\x80\x04."}})
     (objects,) = (o.key for o in storage.list() if o.key.endswith("objects.json"))
     assert b"torch" not in storage.read(objects)
+
+
+def test_plain_values_come_back_by_type() -> None:
+    storage = MemoryStorage()
+    values = {
+        "n": np.float64(1.5),
+        "c": Counter("aab"),
+        "s": {1, "a"},
+        "d": torch.bfloat16,
+        "p": Point(1),
+    }
+    save(storage, 1, {"w": torch.ones(2), "job": values, "o": OrderedDict(a=1)})
+    state = {"w": torch.zeros(2), "job": dict.fromkeys(values), "o": OrderedDict(a=0)}
+    state["job"]["c"] = Counter("ab")  # type: ignore[index]
+    dcp.load(state, storage_reader=DcpReader(storage), no_dist=True)
+    assert same(state["job"], values)
+    assert same(state["o"], OrderedDict(a=1))
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,6 @@ BAD: dict[str, tuple[Make, int, str]] = {
         2,
         ": c: holds a .*Config",
     ),
-    "a set": (lambda p: torch_of(p, {"a": {"s": {1}}}), 2, r"a\.s: a builtins.set can't be stored"),
     "values without end": (deep, 2, "nested too deep"),
     "a bare tensor": (lambda p: torch_of(p, torch.ones(1)), 2, "holds a Tensor; only a dict"),
     "a sparse tensor": (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,15 +68,49 @@ class Counted(Mapping[str, Any]):
         return iter(self.inner)
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
 # Few of each kind, so that states of one sequence are often the same in all but one thing.
 VALUES: list[Any] = [
     *(0, 1, -1, True, False, None, 1.0, 0.0, -0.0, 1 << 8191, -(1 << 300), 1e300, 5e-324),
     *(math.nan, math.inf, -math.inf, "", "a", "1", 'é"\\\n\x7f\u2028', b"", b"\x00\xff"),
     *((), [], {}, (1, True), [0.0, -0.0], [1, 1.0], {1: 1, "1": 1}, OrderedDict(a=math.nan)),
+    *({True: 1}, {1.5: 1}, {None: 1}, {(1, "a"): [1]}, Counter(), Counter({(1,): 2}), {1}, 1j),
+    *(np.float64(1.0), np.float32(1.0), np.arange(3), np.arange(3.0), torch.Size([2]), torch.int8),
+    *(
+        Colour.RED,
+        deque([1], 3),
+        deque([1]),
+        Pair(1, 1.0),
+        Pair(True, [1]),
+        Point(1, {}),
+        {1: Colour.RED},
+    ),
 ]
 REFUSED: list[Any] = [
-    *(1 << 8192, "\ud800", {"\ud800": 1}, {True: 1}, {1.5: 1}, {None: 1}, object(), {1}),
-    *([1, object()], {"k": 1j}, torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse()),
+    *(1 << 8192, "\ud800", {"\ud800": 1}, object(), {"k": object()}, lambda: 1, Pair(1, object())),
+    *([1, object()], torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse()),
+    *(
+        {True: torch.zeros(1)},
+        {None: PerRank(1)},
+        {PerRank: 1},
+        np.array([object()]),
+        Point(1, object()),
+    ),
+    *(OrderedDict(a=object()), defaultdict(lambda: 1), {(1,): torch.nn.Linear(1, 1)}),
     *([1 << 9000], {1 << 9000: 1}, [1, "\ud800"], torch.nn.UninitializedParameter()),
 ]
 FLAT = torch.arange(24.0)
@@ -111,6 +148,10 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         dicts,
         dicts.map(OrderedDict),
         dicts.map(lambda d: defaultdict(int, d)),
+        dicts.map(Counter),
+        st.lists(inner, max_size=3).map(deque),
+        st.builds(Pair, inner, inner),
+        st.builds(Point, inner, inner),
         dicts.map(MappingProxyType),
         dicts.map(Keeper),
         st.lists(inner, max_size=3),
@@ -147,6 +188,10 @@ def edited(value: Any, draw: st.DrawFn) -> Any:
         return draw(st.sampled_from([value.inner, Keeper(edited(value.inner, draw))]))
     if isinstance(value, Mapping) and value:
         return edited_dict(dict(value), draw)
+    if isinstance(value, Point):
+        return draw(
+            st.sampled_from([replace(value, x=edited(value.x, draw)), Pair(value.x, value.y)])
+        )
     if isinstance(value, list | tuple) and value:
         n = draw(st.integers(0, len(value) - 1))
         changed = [edited(v, draw) if i == n else v for i, v in enumerate(value)]
@@ -182,7 +227,8 @@ def new_walk(rank: int = 0) -> StateWalk:
 
 def expected(state: Mapping[str, Any], rank: int) -> tuple[Any, ...]:
     """What one save needs of a state, made without anything kept."""
-    flat = flatten(state, rank, Canonical().look(state).taken)
+    known = Canonical().look(state) if isinstance(state, Mapping) else Canonical()
+    flat = flatten(state, rank, known.taken)
     per_rank = {k: encode_value(v, k) for k, v in flat.per_rank.items()}
     objects = seal_objects(encode_value(flat.values), per_rank)
     kinds = {n: x.kind for n, x in flat.leaves.items()}
@@ -246,6 +292,11 @@ def test_what_is_kept_from_save_to_save_changes_nothing(
         ({"a": 0}, PerRank({"a": 0})),
         ({"a@0": 0}, PerRank({"a": 0})),
         ({"0": 0}, PerRank([0])),
+        ({"a": 0}, OrderedDict(a=0)),
+        (OrderedDict(a=0), defaultdict(None, a=0)),
+        (deque([0, 2]), [0, 2]),
+        ({"first": 0, "second": 2}, Pair(0, 2)),
+        ({"x": 0, "y": 2}, Point(0, 2)),
     ],
 )
 def test_one_container_becomes_another(first: Any, other: Any) -> None:
@@ -253,7 +304,12 @@ def test_one_container_becomes_another(first: Any, other: Any) -> None:
         if isinstance(value, PerRank):
             return PerRank(filled(value.value))
         if isinstance(value, dict):
-            return {k: TENSORS[v]() for k, v in value.items()}
+            return type(value)(
+                *([value.default_factory] if isinstance(value, defaultdict) else []),
+                {k: TENSORS[v]() for k, v in value.items()},
+            )
+        if isinstance(value, Pair | Point):
+            return type(value)(TENSORS[0](), TENSORS[2]())
         return type(value)(TENSORS[v]() for v in value)
 
     saver = Saver(0)
