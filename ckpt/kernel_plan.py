@@ -15,6 +15,7 @@ from ckpt.canonical.kernels import (
     TABLES,
     kind_of_kernel,
 )
+from ckpt.canonical.keyed import GROUPS, is_keyed, nest
 from ckpt.manifest import canonical
 from ckpt.pieces import Piece
 from ckpt.tree import Shard
@@ -24,7 +25,11 @@ from ckpt.values import TensorRef, encode_value
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
 
-_COUNTS = ("iter", "iter_cpu", "max_counter")
+_COUNTS = ("iter", "iter_cpu")
+_ALL = (*_COUNTS, KIND, "learning_rate", OPTIONS)
+_HIGHEST = (
+    "max_counter"  # of a kernel's rows, now and then: of all that had the tables, the highest
+)
 _Stored = tuple[str, Mapping[str, Any]]
 
 
@@ -36,6 +41,7 @@ def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any
     leaves = matching.flat.leaves
     found = matching.canonical.kernels.find(list(leaves), [x.source for x in leaves.values()])
     by_key = _by_key(matching, stored)
+    wanted = _wanted(matching)
     fitted = []
     stored_rows = [
         (f"{KERNELS}.{rank}.{i}.{ROWS}.{n}", one)
@@ -44,10 +50,13 @@ def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any
         for n, one in enumerate(entry.get(ROWS, ()))
     ]
     for one in found:
-        values = _values(matching, one.kernel, one.keys, by_key)
+        names = wanted.get(id(one.kernel), _ALL)
+        if not names or not stored:
+            continue
+        values = _values(matching, one.kernel, one.keys, by_key, names)
         if values is not None:
             fitted.append((one.kernel, values))
-        for shard in one.rows if stored else ():
+        for shard in one.rows:
             _fill_rows(matching, shard, stored_rows)
     if found and not stored:
         matching.found.notes.append(
@@ -73,34 +82,51 @@ def _values(
     kernel: Any,
     keys: list[str],
     by_key: Mapping[str, Mapping[int, list[_Stored]]],
+    names: tuple[str, ...],
 ) -> dict[str, Any] | None:
+    """The values of `names` that one kernel gets; None: none."""
     chosen: dict[bytes, _Stored] = {}
     told: dict[bytes, str] = {}
+    highest: list[float] = []
     for key in keys:
         if key in by_key and not matching.terms.excludes(key):
-            for one in _choice(matching, by_key[key], keys):
-                chosen.setdefault(_text(one[1]), one)
-                told.setdefault(_text(one[1]), key)
+            for one in _choice(matching, by_key[key], keys, names):
+                chosen.setdefault(_text(one[1], names), one)
+                told.setdefault(_text(one[1], names), key)
+                highest += [v for v in [one[1].get(_HIGHEST)] if isinstance(v, int | float)]
     if not chosen:
         return None
     if len(chosen) > 1:
         matching.found.wrong.append(
             f"{KERNELS}: {', '.join(dict.fromkeys(told.values()))}: one kernel has them here, and those of "
-            f"the save had {_difference([e for _, e in chosen.values()])}: restore with as many ranks at the "
-            f"same sharding, or leave this out with exclude={KERNELS!r}"
+            f"the save had {_difference([e for _, e in chosen.values()], names)}: restore with as many ranks "
+            f"at the same sharding, or leave this out with exclude={KERNELS!r}"
         )
         return None
     ((path, entry),) = chosen.values()
-    same = entry[KIND] == kind_of_kernel(kernel)
-    values: dict[str, Any] = {OPTIONS: entry[OPTIONS]} if same else {}
-    for name in (*_COUNTS, *(("learning_rate",) if same else ())):
+    if entry[KIND] != kind_of_kernel(kernel):
+        names = _COUNTS
+    values: dict[str, Any] = {}
+    for name in (*names, _HIGHEST):
         value = entry.get(name)
         if isinstance(value, TensorRef):
             info = matching.source.tensors[value.fqn]
             values[name] = matching.make(info, f"{path}.{name}")
-        elif value is not None:
-            values[name] = value
+        elif value is not None and name != KIND:
+            values[name] = max(highest) if name == _HIGHEST and highest else value
     return values
+
+
+def _wanted(matching: Matching) -> dict[int, tuple[str, ...]]:
+    """By the ids of kernels: what those get whose optimizer, or whose options, are left out."""
+    found: dict[int, tuple[str, ...]] = {}
+    for path, one in matching.flat.objects.items():
+        if is_keyed(one):
+            whole = matching.terms.excludes(path)
+            if whole or matching.terms.excludes(f"{path}.{GROUPS}"):
+                kernels = [getattr(leaf, "_emb_module", None) for _, leaf in nest(one)]
+                found.update({id(k): () if whole else _COUNTS for k in kernels})
+    return found
 
 
 def _fill_rows(
@@ -140,33 +166,31 @@ def _fill_rows(
 
 
 def _choice(
-    matching: Matching, by_rank: Mapping[int, list[_Stored]], keys: list[str]
+    matching: Matching,
+    by_rank: Mapping[int, list[_Stored]],
+    keys: list[str],
+    names: tuple[str, ...],
 ) -> list[_Stored]:
-    """The kernel that had a table: any, if all had the same, else the rank's own. Several: it isn't clear."""
+    """The kernels that had a table: all, if they had the same, else the rank's own. It may stay unclear."""
     everybody = [one for entries in by_rank.values() for one in entries]
-    if len({_text(entry) for _, entry in everybody}) == 1:
-        return everybody[:1]
-    if matching.source.same_world:
-        own = by_rank.get(matching.canonical.rank, [])
-        alike = [
-            one
-            for one in own
-            if sorted(map(matching.terms.renamed, one[1][TABLES])) == sorted(keys)
-        ]
-        if alike or own:
-            return alike or own
+    own = by_rank.get(matching.canonical.rank, []) if matching.source.same_world else []
+    alike = [
+        one for one in own if sorted(map(matching.terms.renamed, one[1][TABLES])) == sorted(keys)
+    ]
+    if alike:
+        return alike
+    if own and len({_text(entry, names) for _, entry in everybody}) > 1:
+        return own
     return everybody
 
 
-def _text(entry: Mapping[str, Any]) -> bytes:
-    """All but the tables' names, to be compared. Tensors aren't known yet; the host's count is."""
-    return canonical(
-        encode_value(without_tensors({k: v for k, v in entry.items() if k not in (TABLES, ROWS)}))
-    )
+def _text(entry: Mapping[str, Any], names: tuple[str, ...]) -> bytes:
+    """To be compared. Tensors aren't known yet; the host's count is."""
+    return canonical(encode_value(without_tensors({k: entry.get(k) for k in names})))
 
 
-def _difference(entries: list[Mapping[str, Any]]) -> str:
-    for name in dict.fromkeys(n for e in entries for n in e if n not in (TABLES, ROWS)):
+def _difference(entries: list[Mapping[str, Any]], names: tuple[str, ...]) -> str:
+    for name in names:
         values = list(dict.fromkeys(repr(e.get(name)) for e in entries))
         if len(values) > 1:
             return f"different {name} ({', '.join(values[:3])})"

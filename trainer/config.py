@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Literal, get_type_hints
 
 from ckpt.config import CheckpointConfig, dataclass_from, load_toml
 from ckpt.errors import BadInputError
+from ckpt.terms import RestoreTerms
+from ckpt.typed import decode_settings
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,17 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
+class RestoreConfig(RestoreTerms):
+    """What a restore may do where the checkpoint and this run aren't alike: ckpt.terms.RestoreTerms."""
+
+    def spelled(self, name: str, value: object) -> str:
+        """As it is written in the file."""
+        if name == "fresh":
+            return "another [run] root"
+        return f"[restore] {name} = {json.dumps(value)}"
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All tables of the file. Each may be left out but [run]."""
 
@@ -144,6 +158,7 @@ class TrainConfig:
     model: ModelConfig
     compile: CompileConfig
     checkpoint: CheckpointConfig
+    restore: RestoreConfig
     serving: ServingConfig
     proof: ProofConfig
     fault: FaultConfig
@@ -191,16 +206,18 @@ def launch_name() -> str:
 def config_from(tables: Mapping[str, Any], where: str) -> TrainConfig:
     """Build the settings from parsed TOML tables; `where` is named in errors."""
     kinds = get_type_hints(TrainConfig)
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, table in tables.items():
         if name not in kinds:
             raise BadInputError(f"{where}: unknown section [{name}]; known are {', '.join(kinds)}")
         if not isinstance(table, dict):
             raise BadInputError(f"{where}: {name} must be a table, [{name}]")
     for f in fields(TrainConfig):
-        sections[f.name] = dataclass_from(
-            kinds[f.name], tables.get(f.name, {}), f"{where} [{f.name}]"
-        )
+        table, what = tables.get(f.name, {}), f"{where} [{f.name}]"
+        if f.name == "restore":  # has lists and a table of names in it
+            sections[f.name] = decode_settings(RestoreConfig, table, what)
+        else:
+            sections[f.name] = dataclass_from(kinds[f.name], table, what)
     return TrainConfig(**sections)
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
@@ -34,6 +35,7 @@ from ckpt.outcomes import was_skipped
 from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, Root, owned, storage_of
+from ckpt.terms import RestoreTerms
 from ckpt.types import Clock, SystemClock
 from trainer.compile_spans import CompileSpans
 from trainer.failures import failures_before
@@ -43,6 +45,7 @@ from trainer.ledger import Ledger, SaveEvents
 from trainer.mirror import Mirror
 from trainer.origin import origin
 from trainer.preemption import ALONE_S, PreemptedError, Preemption
+from trainer.progress import Progress
 from trainer.schedule import SaveSchedule
 from trainer.spool import check_own, mark_own, spool_of
 from trainer.stopping import save_and_stop
@@ -69,6 +72,25 @@ class Reader(Protocol[B_co]):
 
     the newest event time, Unix seconds, of the batches before `position` (None: there are none).
     Commits then carry it as the annotation `ckpt.schema.EVENT_TIME`, for the freshness of what is served.
+
+    A reader that knows what it counts may also have
+
+        data: Mapping[str, Any]
+
+    plain values, the same on all ranks: {"samples": 640, "identity": "..."}. They are stored beside the
+    position, and a restore whose reader has others is refused, unless the reader says itself what to make of
+    them:
+
+        def continues(self, data: Mapping[str, Any], position: int) -> None
+
+    is called before anything is changed, and raises BadInputError to refuse. A reader for which the position
+    isn't enough to go on has
+
+        def state_at(self, position: int) -> Any
+        def load_state(self, state: Any, position: int) -> None
+
+    what this rank needs to hand out the batches after `position`, plain values and tensors, and its way
+    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused.
     """
 
     @property
@@ -91,7 +113,9 @@ class Session(Generic[B_co]):
         save_every: steps from one save to the next, or "auto": as often as loses least, by what saves
             cost and how often this run fails (trainer.interval).
         checkpoint: how to save.
-        elastic: permit a restore at another number of ranks. Generators then start afresh.
+        restore: what the restore may do where checkpoint and state aren't alike.
+        elastic: the same as `restore=RestoreTerms(elastic=True)`: permit a restore at another number of
+            ranks. Generators then start afresh.
         prefetched: what the start began early to read ahead of this root.
         annotations: strings that every commit carries.
         events: the ledger of this process, if it was begun before the session, for the stages of a start.
@@ -111,6 +135,7 @@ class Session(Generic[B_co]):
         *,
         save_every: int | Literal["auto"] = 100,
         checkpoint: CheckpointConfig | None = None,
+        restore: RestoreTerms | None = None,
         elastic: bool = False,
         prefetched: Prefetch | None = None,
         annotations: Mapping[str, str] | None = None,
@@ -144,9 +169,10 @@ class Session(Generic[B_co]):
             lambda: self._preemption is not None and self._preemption.asked_within(_SOON_S),
             lambda: self._preemption.signals if self._preemption is not None else None,
         )
-        self._elastic = elastic
+        terms = restore or RestoreTerms()
+        self._terms = replace(terms, elastic=terms.elastic or elastic)
         self._prefetched = prefetched
-        self._progress = {"step": 0, "position": 0, "batch_size": reader.batch_size}
+        self._progress = Progress(reader, terms)
         self.state: dict[str, Any] = {**state, _OWN: self._progress, _RNG: RngState()}
         """All that is saved."""
         self.restored: RestoreResult | None = None
@@ -157,6 +183,7 @@ class Session(Generic[B_co]):
             sink=TeeSink(LogSink(), SaveEvents(self._ledger), *filter(None, [self._mirror])),
             clock=clock,
             annotations=annotations,
+            spell=terms.spelled,
         )
         self._coordinator = join(storage.url, None, None, None)
         self._grace_s = grace_s
@@ -173,12 +200,12 @@ class Session(Generic[B_co]):
     @property
     def steps(self) -> int:
         """Training steps done, those before a restart included."""
-        return int(self._progress["step"])
+        return self._progress.step
 
     @property
     def position(self) -> int:
         """Global batches trained on. Less than the reader's position while batches are in flight."""
-        return int(self._progress["position"])
+        return self._progress.position
 
     @property
     def stats(self) -> SaveStats:
@@ -201,7 +228,7 @@ class Session(Generic[B_co]):
         try:
             with self._ledger.span("restore"):
                 self.restored = self._checkpointer.restore(
-                    self.state, elastic=self._elastic, prefetched=self._prefetched
+                    self.state, prefetched=self._prefetched, **self._terms.asked()
                 )
             with self._ledger.span("pre_train"):
                 self._begin()
@@ -229,12 +256,21 @@ class Session(Generic[B_co]):
                 self._last.begins()
             yield batch
 
-    def step(self, in_flight: int = 0) -> SaveHandle | None:
+    def step(
+        self,
+        in_flight: int = 0,
+        *,
+        annotations: Mapping[str, str] | None = None,
+        save: bool = True,
+    ) -> SaveHandle | None:
         """Count one training step that has just ended, and save if one is due.
 
         Args:
             in_flight: batches that the reader has handed out and no step has trained on:
                 `len(pipeline.batches)` for TorchRec's TrainPipelineSparseDist.
+            annotations: strings that the commit carries if a save is due, see `save`.
+            save: False before an evaluation whose result the save of this step is to carry: call `save`
+                after it. The same on all ranks.
 
         Raises BadInputError if no batch was trained on since the last step: `in_flight` is wrong.
         """
@@ -249,17 +285,17 @@ class Session(Generic[B_co]):
                 f"{self._reader.position}, {in_flight} are in flight and {self.position} were trained "
                 f"on before; pass the right in_flight to session.step()"
             )
-        self._progress["step"] += 1
-        self._progress["position"] = position
+        self._progress.step += 1
+        self._progress.position = position
         if self._last is not None:
             self._last.counted(in_flight)
         self._ledger.stepped(self.steps, position)
         due = self._schedule.due(self.steps, self._ledger.step_s, self.stats)
         fatal = self._checkpointer.fatal is not None
-        if due and fatal:
+        if due and save and fatal:
             self._checkpointer.decline()  # the other ranks may not know yet, and save
         self._end_if_fatal()
-        handle = self.save() if due and not fatal else None
+        handle = self.save(annotations) if due and save and not fatal else None
         self._tick(self.steps, free=gated and not in_flight)
         return handle
 
@@ -285,11 +321,17 @@ class Session(Generic[B_co]):
         if self._preemption is None or self._coordinator.world_size == 1:
             self._checkpointer.raise_fatal()
 
-    def save(self) -> SaveHandle:
-        """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank."""
+    def save(self, annotations: Mapping[str, str] | None = None) -> SaveHandle:
+        """Save now, after a step. Returns when the snapshot is fixed. Collective: call on every rank.
+
+        annotations: strings that the commit carries besides those of the session, such as the metric of this
+            state by which `keep_best` chooses: {"val_loss": "0.31"}.
+        """
         self._check_entered()
         with self._ledger.span("blocked_in_save"):
-            handle = self._checkpointer.save(self.steps, self.state, annotations=self._event_time())
+            handle = self._checkpointer.save(
+                self.steps, self.state, annotations={**self._event_time(), **(annotations or {})}
+            )
         self._newest = handle
         self._schedule.saved(handle)
         return handle
@@ -407,13 +449,7 @@ class Session(Generic[B_co]):
 
     def _begin(self) -> None:
         """Take up where the checkpoint left off, and open the ledger of this attempt."""
-        saved, wanted = self._progress["batch_size"], self._reader.batch_size
-        if saved != wanted:
-            raise BadInputError(
-                f"the checkpoint counts batches of {saved} samples and the reader's have {wanted}: "
-                f"its position would point to other data; keep the batch size"
-            )
-        self._reader.seek(self.position)
+        self._progress.begin()
         if self._last is not None:
             self._last.counted(0)
         epoch = self.restored.commit.epoch if self.restored else None

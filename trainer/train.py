@@ -221,6 +221,7 @@ def _attempt(run: _Run) -> dict[str, Any]:
         run.reader,
         save_every=config.run.save_every,
         checkpoint=config.checkpoint,
+        restore=config.restore,
         elastic=config.run.elastic,
         prefetched=run.prefetched,
         annotations={"serving_description": description_id} if description_id else None,
@@ -282,13 +283,17 @@ def _fit(run: _Run, session: Session[Any]) -> None:
                 f"epoch {len(run.history['auc'])}/{epochs}: AUC {reached:.4f} on the held-out ratings "
                 f"(item mean {run.baseline:.4f}), {time.monotonic() - began:.1f} s"
             )
+            if session.steps > (session.restored.step if session.restored else 0):
+                session.save({"auc": f"{reached:.6f}"})
         if run.reader.epoch >= epochs:
             return
         began = time.monotonic()
         run.training.model.train()
         batches = session.batches()
         while progress(pipeline, batches) is not None:
-            session.step(in_flight=len(pipeline.batches))
+            # The save of an epoch's end waits for its evaluation, and carries the result.
+            ends = (session.position + 1) % run.reader.batches_per_epoch == 0
+            session.step(in_flight=len(pipeline.batches), save=not ends)
             kill_if_due(run.config.fault, run.place.rank, session.steps, session.stats.commits)
 
 

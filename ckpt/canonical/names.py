@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.tree import PerRank
+
 # What wrappers call the module that they stand for: it has no part in a name.
 _TRANSPARENT = frozenset(
     (
@@ -74,12 +76,15 @@ def _modules_in(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, n
     if isinstance(value, nn.Module):
         yield path, value
         return
+    if not isinstance(value, Mapping | list | tuple):
+        return
     values = value.values() if isinstance(value, Mapping) else value
     # Of large containers of plain values nothing but the types is looked at.
     if set(map(type, values)) <= _PLAIN or id(value) in above:
         return
     above = above | {id(value)}
     for k, v in value.items() if isinstance(value, Mapping) else enumerate(value):
+        v = v.value if isinstance(v, PerRank) else v  # noqa: PLW2901
         if isinstance(v, nn.Module | Mapping | list | tuple):
             yield from _modules_in(v, f"{path}.{k}" if path else str(k), above)
 

@@ -149,25 +149,6 @@ def test_case_e28_values_that_differ_are_refused_before_training_begins() -> Non
     assert list(storage.list(ATTEMPTS)) == []
 
 
-def test_case_e28_a_keyed_optimizer_with_parameter_groups_on_two_ranks() -> None:
-    keyed = pytest.importorskip("torchrec.optim.keyed")
-    storage = MemoryStorage()
-
-    def body(rank: int, place: dict[str, Any]) -> str:
-        p = torch.nn.Parameter(torch.zeros(2))
-        state = {p: {"momentum": torch.zeros(2)}}
-        optimizer = keyed.KeyedOptimizer({f"t{rank}": p}, state, [{"params": [p], "lr": 0.1}])
-        optimizer.save_param_groups(True)
-        with Checkpointer(storage, QUICK, **place) as c, pytest.raises(BadInputError) as e:
-            c.restore({"optimizer": PerRank(None), "o": optimizer})
-        return str(e.value)
-
-    for said in values(on_ranks(2, body)):
-        assert (
-            "o.param_groups.0.params.0: ranks 0 and 1 hold different values ('t0' and 't1')" in said
-        )
-
-
 @pytest.mark.parametrize("restored", [False, True])
 def test_ranks_may_have_different_keys(restored: bool) -> None:
     storage = MemoryStorage()

@@ -95,6 +95,24 @@ def test_groups_are_saved_whatever_save_param_groups_says(save_groups: bool) -> 
     assert [lr_of(o) for o in fresh] == [[0.03], [0.03]]
 
 
+def test_case_e28_a_keyed_optimizer_that_wraps_none() -> None:
+    def made(rank: int, lr: float) -> Any:
+        p = nn.Parameter(torch.zeros(2))
+        state = {p: {"momentum": torch.full((2,), lr)}}
+        optimizer = keyed.KeyedOptimizer({f"t{rank}": p}, state, [{"params": [p], "lr": lr}])
+        optimizer.save_param_groups(True)
+        return optimizer
+
+    storage = MemoryStorage()
+    save(storage, made(0, 0.5), made(1, 0.5))
+    fresh = made(0, 0.1), made(1, 0.1)
+    restore(storage, *fresh)
+    for optimizer in fresh:
+        assert lr_of(optimizer) == [0.5]
+        (state,) = optimizer.state.values()
+        assert state["momentum"].tolist() == [0.5, 0.5]
+
+
 def test_each_rank_gets_its_own_groups_back() -> None:
     fresh = [wrapped(adam, *names) for names in OF_RANK]
     restore(saved_by_two((0.03, 0.04)), *fresh)

@@ -196,7 +196,9 @@ def plain_sgd() -> Life:
 
 def counted(tables: dict[str, str] = EVERY_WAY) -> Life:
     """Rows decay by how often they, and all, were looked up."""
-    how = CounterBasedRegularizationDefinition(counter_halflife=4, adjustment_iter=0)
+    how = CounterBasedRegularizationDefinition(
+        counter_halflife=4, adjustment_iter=0, max_counter_update_freq=2
+    )
     model, fused, rest = build(
         tables,
         adam,
@@ -267,6 +269,23 @@ def counts_of_rows_move(root: str) -> None:
         assert set(counts(other.model)) == set(counts(life.model))
 
 
+def left_out(root: str) -> None:
+    """Who leaves an optimizer out, or its options, has left out what its kernels have of them."""
+    life = dlrm(adagrad)
+    life.train(dist.get_rank(), 0, 6)
+    with Checkpointer(root, CONFIG) as c:
+        c.save(6, life.state).committed.result(DEADLINE_S)
+    was, fresh = counts(life.model), counts(dlrm(adagrad).model)
+    assert all(n == 6 for n, _, _ in was)
+    for pattern in ("optimizer", "optimizer.groups"):
+        other = dlrm(adagrad)
+        with Checkpointer(root, CONFIG) as c:
+            assert c.restore(other.state, exclude=[pattern]) is not None
+        expected = [w if pattern != "optimizer" else f for w, f in zip(was, fresh, strict=True)]
+        assert [n for n, _, _ in counts(other.model)] == [n for n, _, _ in expected]
+        assert [lr for _, _, lr in counts(other.model)] == [lr for _, _, lr in fresh]
+
+
 def row_counts(model: Any) -> dict[tuple[str, int], tuple[float, float]]:
     """On all ranks: by table and row, the last step and the count of its lookups."""
     mine = {}
@@ -330,6 +349,7 @@ def main() -> None:
     exact(partial(dlrm, adagrad, groups=True), f"{root}/groups", 30, (10,))
     exact(plain_sgd, f"{root}/sgd", 10, (4,))
     counts_of_rows_move(f"{root}/moved")
+    left_out(f"{root}/left_out")
     exact(counted, f"{root}/counted", 20, (6,))
     exact(warm_around_dense, f"{root}/warm_dense", 20, (1, 12))
     exact(warm_around_all, f"{root}/warm_all", 20, (1, 12))

@@ -124,3 +124,68 @@ def test_case_e42_refuses_to_read_for_the_only_rank_once_there_are_others(
         ):
             act()
     assert next(iter(explicit)) == [0, 1, 2, 3]
+
+
+def test_appended_samples_begin_with_the_next_epoch() -> None:
+    """Wherever the checkpoint stands, also where data has grown again within one epoch."""
+    sizes = (40, 47, 65)
+    for first in range(12):
+        for second in range(first, 14):
+            want, now = [], 0
+            for grown, until in zip(sizes, (first, second, 30), strict=True):
+                # The oracle: epochs one after another, each with what there was when it began.
+                while now < until:
+                    if not want or want[-1][1] == want[-1][2] - 1:
+                        want.append((grown, 0, grown // 10))
+                    else:
+                        want.append((want[-1][0], want[-1][1] + 1, want[-1][2]))
+                    now += 1
+            got: list[list[int]] = []
+            data, position, epochs = None, 0, []
+            for grown, until in zip(sizes, (first, second, 30), strict=True):
+                r = BatchReader(grown, 10, lambda index: index.tolist(), grown="append")
+                if data is not None:
+                    r.continues(data, position)
+                r.seek(position)
+                while r.position < until:
+                    for batch in r:
+                        got.append(batch)
+                        epochs.append(r.epoch)
+                        if r.position == until:
+                            break
+                data, position = r.data, r.position
+            assert [b[0] // 10 for b in got] == [b for _, b, _ in want], (first, second)
+            starts = sum(b == 0 for _, b, _ in want)
+            assert r.epoch == starts - (want[-1][1] != want[-1][2] - 1), (first, second)
+
+
+def test_event_times_of_grown_data_are_those_of_what_was_read() -> None:
+    times = torch.arange(40.0)
+    r = BatchReader(40, 10, lambda index: index, event_times_s=times, grown="append")
+    r.continues({"samples": 20}, 3)  # in the second epoch of two batches
+    assert [r.event_time_s(p) for p in range(9)] == [None, 9, 19, 19, 19, 19, 19, 29, 39]
+
+
+def test_an_identity_tells_other_samples() -> None:
+    def of(texts: str) -> BatchReader[Tensor]:
+        return BatchReader(len(texts), 2, lambda i: i, grown="append", identity=lambda n: texts[:n])
+
+    saved = of("abcd").data
+    assert saved == {"samples": 4, "identity": "abcd"}
+    of("abcdef").continues(saved, 1)
+    of("abcd").continues(saved, 1)
+    with pytest.raises(
+        BadInputError, match="4 samples of identity 'abcd' and the reader's have 'abXd'"
+    ):
+        of("abXdef").continues(saved, 1)
+    with pytest.raises(
+        BadInputError, match="counts 4 samples and the reader has 2.*; give it the 4$"
+    ):
+        of("ab").continues(saved, 1)
+    text = BatchReader(6, 2, lambda i: i, grown="append", identity="monday")
+    with pytest.raises(
+        BadInputError, match="pass a function that tells the identity of the first n"
+    ):
+        text.continues({"samples": 4, "identity": "sunday"}, 1)
+    with pytest.raises(BadInputError, match="grown = 'shuffle'"):
+        BatchReader(6, 2, lambda i: i, grown="shuffle")  # type: ignore[arg-type]

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt import CheckpointConfig
+from ckpt import CheckpointConfig, Checkpointer, RngState
 from ckpt.catalog import Catalog
+from ckpt.config import KeepBest
 from ckpt.errors import BadInputError, SaveError, StorageError
 from ckpt.layout import ledger_key
 from ckpt.prefetch import Prefetch
 from ckpt.schema import EVENT_TIME
 from ckpt.storage import LocalStorage, MemoryStorage
+from ckpt.terms import RestoreTerms
 from ckpt.types import Buffer, ObjectInfo
 from tests.faults import FaultyStorage
 from tests.trainer.fake_clock import FakeClock
@@ -460,3 +462,148 @@ def test_restores_from_what_was_read_ahead(tmp_path: Path) -> None:
         assert session.steps == 7
     assert equal(first, second)
     assert ahead.used == 6, "the run, the attempt, both commits, index and values"
+
+
+def test_case_e08_data_that_has_grown_is_refused_or_goes_on_by_a_rule(tmp_path: Path) -> None:
+    """640 samples at the first start, 704 at the next; 25 batches of 32 end in the second epoch."""
+
+    def start(samples: int, **how: Any) -> tuple[dict[str, Tensor], Session[list[int]], list[int]]:
+        reader = BatchReader(samples, 32, lambda index: index.tolist(), **how)
+        state = {"w": torch.zeros(3)}
+        return state, Session(tmp_path, state, reader, save_every=100), []
+
+    def train(session: Session[list[int]], until: int) -> list[int]:
+        first = []
+        with session:
+            while session.steps < until:
+                for batch in session.batches():
+                    first.append(batch[0])
+                    session.state["w"] += 1
+                    session.step()
+                    if session.steps == until:
+                        break
+        return first
+
+    _, session, _ = start(640)
+    assert train(session, 25)[-1] == 4 * 32
+    state, session, _ = start(704)
+    with pytest.raises(BadInputError) as e, session:
+        pass
+    assert str(e.value) == (
+        "the checkpoint's position counts 640 samples and the reader has 704: after 25 batches it would "
+        'point to other data; give it the 640, or pass grown="append" to BatchReader if the new samples '
+        "come after the old ones; or begin the data anew with "
+        "restore=RestoreTerms(exclude=('session.position',))"
+    )
+    assert state["w"].tolist() == [0, 0, 0], "nothing was changed"
+    _, session, _ = start(704, grown="append")
+    got = train(session, 65)
+    assert got == [32 * b for b in [*range(5, 20), *range(22), *range(3)]]
+    _, session, _ = start(
+        704, grown="append"
+    )  # what the second epoch was counted on is still known
+    assert train(session, 67) == [3 * 32, 4 * 32]
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_taken_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"step": 4, "position": 4, "batch_size": 10}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, {"w": torch.ones(2), "session": own, "rng": RngState()})
+    caplog.set_level("INFO", "sidestage")
+    reader = BatchReader(120, 10, lambda index: index)
+    with Session(tmp_path, {"w": torch.zeros(2)}, reader) as session:
+        assert (session.steps, session.position, reader.position) == (4, 4, 4)
+    assert "doesn't say what data it was trained on" in caplog.text
+
+
+class Cursor(Ten):
+    """A reader whose position isn't all: it goes its own way, and says what it reads."""
+
+    data: dict[str, list[str]] = {"files": ["a", "b"]}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.offset = 100
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 10:
+            self.position += 1
+            self.offset += self.position
+            yield self.offset
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        assert position == self.position
+        return {"offset": torch.tensor(self.offset)}
+
+    def load_state(self, state: dict[str, Any], position: int) -> None:
+        self.position, self.offset = position, int(state["offset"])
+
+
+def test_a_reader_may_have_data_and_a_state_of_its_own(tmp_path: Path) -> None:
+    def start(reader: Any, root: str = "a") -> Session[int]:
+        return Session(tmp_path / root, {"w": torch.zeros(2)}, reader)
+
+    with start(Cursor()) as session:
+        taken = []
+        for batch in session.batches():
+            taken.append(batch)
+            session.step()
+            if session.steps == 4:
+                break
+    assert taken[-1] == 110
+    with start(Cursor()) as session:
+        assert next(session.batches()) == 115
+    other = Cursor()
+    other.data = {"files": ["a", "b", "c"]}
+    with pytest.raises(
+        BadInputError, match=r"other data than the reader has, files .'a', 'b'. there and"
+    ):
+        start(other).__enter__()
+    with pytest.raises(
+        BadInputError, match="by a reader with a state of its own, which this one doesn't"
+    ):
+        start(Ten()).__enter__()
+    with start(Ten(), "b") as session:
+        next(session.batches())
+        session.step()
+    with pytest.raises(BadInputError, match="no state of the reader, which this reader needs"):
+        start(Cursor(), "b").__enter__()
+
+
+def test_case_e07_the_best_checkpoint_by_a_metric_that_the_session_is_told(tmp_path: Path) -> None:
+    loop = Loop()
+    config = CheckpointConfig(keep_last=1, keep_best=KeepBest("val_loss"))
+    with Session(tmp_path, loop.state, loop.reader, save_every=2, checkpoint=config) as session:
+        for batch in session.batches():
+            loop.train(batch)
+            if session.steps == 7:
+                assert session.step(save=False) is None  # due, and evaluated first
+                handle = session.save({"val_loss": "0.4"})
+            else:
+                handle = session.step(annotations={"val_loss": f"{abs(session.steps - 3) + 0.1}"})
+            if handle is not None:
+                handle.committed.result(60)
+            if session.steps == 10:
+                break
+    kept = [(c.ref.step, c.record.annotations) for c in Catalog(LocalStorage(tmp_path)).commits()]
+    assert [step for step, _ in kept] == [4, 10]
+    assert kept[0][1] == {"val_loss": "0.1"}
+
+
+def test_case_e13_messages_advise_what_the_users_of_a_session_can_do(tmp_path: Path) -> None:
+    def start(state: dict[str, Any], **how: Any) -> Session[int]:
+        return Session(tmp_path, state, Ten(), save_every=2, **how)
+
+    with start({"w": torch.ones(2)}) as session:
+        for _ in session.batches():
+            session.step()
+    state = {"w": torch.zeros(2), "ema": torch.zeros(2)}
+    with pytest.raises(BadInputError, match=r"ema: is in the state but not in the checkp.*") as e:
+        start(state).__enter__()
+    assert "or pass restore=RestoreTerms(partial=True) to leave" in str(e.value)
+    with start(state, restore=RestoreTerms(partial=True)) as session:
+        assert session.restored.not_restored == ("ema",)
+        assert state["w"].tolist() == [1, 1]
+    with pytest.raises(BadInputError, match="exclude only session.position to begin the data anew"):
+        start(state, restore=RestoreTerms(exclude=("session",)))
