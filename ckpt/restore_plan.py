@@ -30,6 +30,7 @@ from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
+_COLLISION_MAP = "._mch_sorted_raw_ids"
 
 
 @dataclass
@@ -262,6 +263,8 @@ class Matching:
             self.found.kept.append(path)
             return leaf.source
         if info.dtype == leaf.dtype and info.shape == leaf.shape:
+            if path.endswith(_COLLISION_MAP):
+                self._check_segments(leaf, info, path)
             return self.fill(leaf, info, path)
         if (
             info.dtype == leaf.dtype
@@ -274,6 +277,20 @@ class Matching:
             f"{list(leaf.shape)}"
         )
         return leaf.source
+
+    def _check_segments(self, leaf: Leaf, info: TensorInfo, path: str) -> None:
+        """A managed collision gives ids of a part rows of that part: cut elsewhere they mean nothing."""
+        stored = sorted({(o[0], o[0] + n[0]) for o, n in info.boxes if n[0]})
+        here = sorted(
+            {(s.offsets[0], s.offsets[0] + s.sizes[0]) for s in leaf.shards if s.sizes[0]}
+        )
+        if not set(here) <= set(stored):
+            table = path.removesuffix(_COLLISION_MAP).rpartition(".")[2]
+            self.found.wrong.append(
+                f"{path}: the managed collision of table {table} was cut into rows {_ranges(stored)}, and is "
+                f"{_ranges(here)} on this rank: its ids have their rows within their own part only; restore "
+                f"at as many ranks as it was saved with"
+            )
 
     def fits(self, want: Any, info: TensorInfo) -> bool:
         """Is there a live tensor that can take the stored one as it is?"""
@@ -581,6 +598,10 @@ def _attach(tree: dict[Any, Any], want: Any, place: str, node: Any) -> bool:
         return False
     tree[place] = node
     return True
+
+
+def _ranges(parts: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"[{a}, {b})" for a, b in parts)
 
 
 def _is_extra(key: Any) -> bool:
