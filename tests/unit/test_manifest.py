@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, UnsupportedFormatError
+from ckpt.layout import commit_key
 from ckpt.manifest import (
     AttemptRecord,
     CommitRecord,
@@ -21,7 +22,6 @@ from ckpt.manifest import (
     seal,
     unseal,
 )
-from ckpt.layout import commit_key
 from ckpt.storage.memory import MemoryStorage
 from ckpt.types import CommitRef, FileEntry
 from tests.fake_run import FakeRun
