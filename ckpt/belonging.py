@@ -78,7 +78,9 @@ def missing_tensors(values: Any, tensors: Mapping[str, TensorInfo]) -> Iterator[
 
 def unnamed_tensors(trees: Iterable[Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
     """Tensors that none of the value trees names. `trees`: all of a checkpoint, those of each rank, too."""
-    named = {leaf.fqn for tree in trees for _, leaf in iter_leaves(tree) if isinstance(leaf, TensorRef)}
+    named = {
+        leaf.fqn for tree in trees for _, leaf in iter_leaves(tree) if isinstance(leaf, TensorRef)
+    }
     for fqn in sorted(set(tensors) - named):
         yield Problem(fqn, "no value of the checkpoint names this tensor")
 
@@ -135,9 +137,7 @@ def _groups(tree: Mapping[Any, Any]) -> Iterator[tuple[list[Any], str, Mapping[A
             yield names, str(kind), group
 
 
-def _of_entry(
-    kind: str, options: Mapping[Any, Any], entry: Mapping[Any, Any]
-) -> Iterator[str]:
+def _of_entry(kind: str, options: Mapping[Any, Any], entry: Mapping[Any, Any]) -> Iterator[str]:
     """What the state of one parameter lacks for a next step."""
     if kind in _NEEDS:
         optional = [k for option, k in _OPTIONAL.get(kind, ()) if _is_on(options.get(option))]
@@ -181,7 +181,9 @@ def _fits_rows(key: Any, info: TensorInfo, table: tuple[int, ...]) -> bool:
     if _last(key) != "momentum1" and len(info.shape) == 1 and info.shape[0] == len(info.boxes):
         return True  # a single value for each shard
     if len(info.shape) == 1:
-        return info.shape[0] % table[0] == 0 and info.shape[0] > 0 if table[0] else not info.shape[0]
+        return (
+            info.shape[0] % table[0] == 0 and info.shape[0] > 0 if table[0] else not info.shape[0]
+        )
     return info.shape == table
 
 

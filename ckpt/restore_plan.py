@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt.belonging import incomplete_state
 from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import KERNELS
 from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
@@ -97,6 +98,11 @@ def plan_restore(
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
+    matching.found.wrong += [
+        f"{p} in the checkpoint"
+        for p in incomplete_state(source.values, source.tensors)
+        if not terms.excludes(p.key)
+    ]
     for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
         resolve(tree, path)  # what no object can be made of is refused now
     return matching.found

@@ -77,7 +77,8 @@ class BranchedStorage:
         if not _exists(source, layout.RUN):
             raise StorageError(self._absent())
         raise StorageError(
-            f"{source.url}: is a run, and hasn't step {ref.step} that {self.url} branched from; {self._advice}"
+            f"{source.url}: is a run, and hasn't step {ref.step} that {self.url} branched from; "
+            f"{self._advice}"
         )
 
     def _absent(self) -> str:

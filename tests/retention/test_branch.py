@@ -256,7 +256,9 @@ def test_a_source_that_is_gone_is_named(source: Path, tmp_path: Path) -> None:
     assert resumed(target) == (5, 5.0)
     info = Catalog(open_storage(target)).find(2)
     assert info.record is not None
-    absent = r"source: the parent of .*target isn't there; mount it, or name its new place: ckpt branch"
+    absent = (
+        r"source: the parent of .*target isn't there; mount it, or name its new place: ckpt branch"
+    )
     with pytest.raises(StorageError, match=absent):
         verify_commit(open_storage(target), info.record, level="quick")
     source.write_text("a file")

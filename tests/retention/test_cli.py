@@ -196,9 +196,7 @@ def test_restore_and_verify_pin_what_they_read(
     assert not [t for t in threading.enumerate() if t.name == "sidestage-pin"]
 
 
-def test_case_e67_a_branch_whose_parent_has_moved(
-    root: Path, tmp_path: Path, ckpt: Shell
-) -> None:
+def test_case_e67_a_branch_whose_parent_has_moved(root: Path, tmp_path: Path, ckpt: Shell) -> None:
     new, moved = tmp_path / "new", tmp_path / "moved"
     ckpt("branch", f"{root}@2", new)
     root.rename(moved)
