@@ -102,6 +102,43 @@ def create_branch(  # noqa: PLR0913 - the injected parts are keyword-only and ha
     return Branch(origin, copied, why_copied)
 
 
+def move_source(source: Storage, target: Storage, *, clock: Clock | None = None) -> OriginRecord:
+    """Say where the root that `target` branched from lies now. Nothing is copied.
+
+    Raises BadInputError if `target` is no branch or has a copy of its own, NotFoundError if `source`
+    hasn't the commit that it began with, CorruptError if that is damaged there, StorageError if it
+    can't be pinned there.
+    """
+    own = owned(target)
+    try:
+        origin = decode(OriginRecord, own.read(layout.ORIGIN), layout.ORIGIN)
+    except NotFoundError:
+        raise BadInputError(
+            f"{own.url}: is no branch, it has no {layout.ORIGIN}; name the branch whose parent has moved"
+        ) from None
+    if origin.pin_id is None:
+        raise BadInputError(
+            f"{own.url}: reads nothing from {origin.source_url}, it has a copy of its own; nothing to do"
+        )
+    ref = origin.commit
+    try:
+        record = Catalog(source).read(ref)
+    except (NotFoundError, CorruptError) as e:
+        raise NotFoundError(
+            f"{source.url}: isn't the parent of {own.url}: it hasn't the commit of epoch {ref.epoch}, step "
+            f"{ref.step} that this began with ({e}); name the folder that was {origin.source_url}"
+        ) from e
+    report = verify_commit(source, record, level="quick")
+    if not report.ok:
+        raise CorruptError(f"step {ref.step} of {source.url} is damaged: {report.problems[0]}")
+    moved = replace(origin, source_url=source.url)
+    making = _Making(source, record, ref, own, clock or SystemClock(), lambda _: None)
+    if not _exists(source, layout.pin_key(origin.pin_id)):  # it has moved along, as a rule
+        making.pin(origin.pin_id)
+    own.put(layout.ORIGIN, encode(moved))
+    return moved
+
+
 @dataclass(frozen=True)
 class _Making:
     """The steps of making one branch. Each may be repeated after a crash."""

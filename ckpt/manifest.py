@@ -92,7 +92,6 @@ class CommitRecord:
     save_id: str
     world_size: int
     parent: CommitRef | None
-    continues: CommitRef | None
     saved_at_s: float
     committed_at_s: float
     tensor_bytes: int
@@ -100,6 +99,7 @@ class CommitRecord:
     annotations: dict[str, str]
     receipts: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
+    continues: CommitRef | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,10 @@ class OriginRecord:
 Record = TypeVar("Record", RunRecord, AttemptRecord, Receipt, CommitRecord, PinRecord, OriginRecord)
 
 
+# Fields that records of an earlier version lack: None there.
+_NEWER = frozenset(("continues",))
+
+
 def _fields(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in fields(kind)}
@@ -177,7 +181,7 @@ def decode(kind: type[Record], data: Buffer, key: str) -> Record:
     """
     body = unseal(kind.KIND, data, key)
     hints = _FIELDS[kind]
-    names = list(hints)
+    names = [n for n in hints if n in body or n not in _NEWER]
     if set(body) != set(names):
         raise CorruptError(
             f"{key}: a {kind.KIND} record has fields {sorted(names)}, found {sorted(body)}"

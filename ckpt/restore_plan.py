@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt.belonging import incomplete_state
 from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import KERNELS
 from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
@@ -30,6 +31,7 @@ from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
+_COLLISION_MAP = "._mch_sorted_raw_ids"
 
 
 @dataclass
@@ -96,6 +98,11 @@ def plan_restore(
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
     matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
+    matching.found.wrong += [
+        f"{p} in the checkpoint"
+        for p in incomplete_state(source.values, source.tensors)
+        if not terms.excludes(p.key)
+    ]
     for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
         resolve(tree, path)  # what no object can be made of is refused now
     return matching.found
@@ -262,6 +269,8 @@ class Matching:
             self.found.kept.append(path)
             return leaf.source
         if info.dtype == leaf.dtype and info.shape == leaf.shape:
+            if path.endswith(_COLLISION_MAP):
+                self._check_segments(leaf, info, path)
             return self.fill(leaf, info, path)
         if (
             info.dtype == leaf.dtype
@@ -274,6 +283,20 @@ class Matching:
             f"{list(leaf.shape)}"
         )
         return leaf.source
+
+    def _check_segments(self, leaf: Leaf, info: TensorInfo, path: str) -> None:
+        """A managed collision gives ids of a part rows of that part: cut elsewhere they mean nothing."""
+        stored = sorted({(o[0], o[0] + n[0]) for o, n in info.boxes if n[0]})
+        here = sorted(
+            {(s.offsets[0], s.offsets[0] + s.sizes[0]) for s in leaf.shards if s.sizes[0]}
+        )
+        if not set(here) <= set(stored):
+            table = path.removesuffix(_COLLISION_MAP).rpartition(".")[2]
+            self.found.wrong.append(
+                f"{path}: the managed collision of table {table} was cut into rows {_ranges(stored)}, and is "
+                f"{_ranges(here)} on this rank: its ids have their rows within their own part only; restore "
+                f"at as many ranks as it was saved with"
+            )
 
     def fits(self, want: Any, info: TensorInfo) -> bool:
         """Is there a live tensor that can take the stored one as it is?"""
@@ -581,6 +604,10 @@ def _attach(tree: dict[Any, Any], want: Any, place: str, node: Any) -> bool:
         return False
     tree[place] = node
     return True
+
+
+def _ranges(parts: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"[{a}, {b})" for a, b in parts)
 
 
 def _is_extra(key: Any) -> bool:

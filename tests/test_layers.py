@@ -19,7 +19,7 @@ CKPT = [
     },
     {"machine", "manifest", "nesting", "united"},
     {"index", "schema"},
-    {"idmaps", "storage"},
+    {"belonging", "idmaps", "storage"},
     {"identity", "lineage", "pins", "verify"},
     {"catalog", "retention"},
     {"prefetch", "survey", "written"},

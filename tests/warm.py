@@ -33,6 +33,7 @@ from trainer.leaving import leave
 
 ROOT = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
+_TURN = threading.Lock()
 
 
 class Popen(subprocess.Popen[str]):
@@ -60,7 +61,8 @@ class Popen(subprocess.Popen[str]):
             "leads": self._leads,
         }
         streams = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
-        self.pid = _server().fork(told, streams)
+        with _TURN:  # one server, and adoption is of the whole process
+            self.pid = _server().fork(told, streams)
         self._child_created = True
         self._close_pipe_fds(*given[9:15])  # type: ignore[attr-defined]
 
@@ -82,7 +84,6 @@ class _Server:
     """The caller's end of the process that forks."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
         self._socket, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
@@ -94,7 +95,7 @@ class _Server:
         atexit.register(self._close)
 
     def fork(self, told: dict[str, Any], streams: Sequence[int]) -> int:
-        with self._turn, os.fdopen(os.memfd_create("told"), "w") as text, _adopting():
+        with os.fdopen(os.memfd_create("told"), "w") as text, _adopting():
             json.dump(told, text)
             text.flush()
             socket.send_fds(self._socket, [b"."], [text.fileno(), *streams])

@@ -136,14 +136,26 @@ def pins(
 @click.option(
     "--copy", is_flag=True, help="Copy the data; also makes an earlier branch independent."
 )
+@click.option(
+    "--moved", is_flag=True, help="NEWROOT is a branch, and the root it came from lies at ROOT now."
+)
 @JSON_FLAG
-def branch(source: str, target: str, *, copy: bool, as_json: bool) -> None:
+def branch(source: str, target: str, *, copy: bool, moved: bool, as_json: bool) -> None:
     """Start a run at NEWROOT from a checkpoint of ROOT (default: its latest), without copying it.
 
     A pin in ROOT keeps the checkpoint there. Where ROOT can't be pinned, the data is copied.
     """
-    from ckpt.branch import create_branch
+    from ckpt.branch import create_branch, move_source
 
+    if moved:
+        if copy:
+            raise BadInputError("give --moved first, then --copy to make the branch independent")
+        origin = move_source(open_existing(source), open_existing(target))
+        if as_json:
+            print_json(asdict(origin))
+        else:
+            click.echo(f"{target}: reads step {origin.commit.step} from {origin.source_url} now")
+        return
     root, step = split_step(source)
     storage = open_existing(root)
     catalog = Catalog(storage)

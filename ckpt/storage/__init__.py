@@ -69,7 +69,7 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
         storage = S3Storage.at(url)
         if must_exist:
             storage.check_exists()
-        return BranchedStorage(storage, open_storage)  # finds out when it matters
+        return BranchedStorage(storage, _open_existing)  # finds out when it matters
     path = _local_path(url)
     try:
         # Opened, not looked at: only that tells whether this user may read it.
@@ -87,8 +87,12 @@ def open_storage(url: str | os.PathLike[str], *, must_exist: bool = False) -> St
             f"{path}: can't be read: {e.strerror}; check the owner and mode of that folder "
             f"and of those above it"
         ) from e
-    branched = BranchedStorage(LocalStorage(path), open_storage)
+    branched = BranchedStorage(LocalStorage(path), _open_existing)
     return branched if branched.origin else branched.own
+
+
+def _open_existing(url: str) -> Storage:
+    return open_storage(url, must_exist=True)
 
 
 def _spelt(url: Any) -> str:

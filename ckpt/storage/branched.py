@@ -25,7 +25,7 @@ class BranchedStorage:
 
     Args:
         own: the root.
-        open_source: opens the other root by its URL.
+        open_source: opens the other root by its URL; NotFoundError if it isn't there.
     """
 
     def __init__(self, own: Storage, open_source: Callable[[str], Storage]) -> None:
@@ -49,14 +49,45 @@ class BranchedStorage:
 
     @cached_property
     def source(self) -> Storage:
-        """The root that the run branched from."""
+        """The root that the run branched from.
+
+        Raises StorageError where it can't be reached: what lies in it is then neither lost nor damaged.
+        """
         assert self.origin is not None
         try:
-            return self._open_source(self.origin.source_url)
+            source = self._open_source(self.origin.source_url)
+        except NotFoundError as e:
+            raise StorageError(self._absent()) from e
         except SidestageError as e:
             raise StorageError(
                 f"{self.origin.source_url}: the root that {self.url} branched from can't be opened: {e}"
             ) from e
+        self._check_source(source)
+        return source
+
+    def _check_source(self, source: Storage) -> None:
+        """What isn't mounted is an empty folder, or another run's: say that, not that files are missing."""
+        assert self.origin is not None
+        data = next(p for p in self.origin.prefixes if p.startswith(layout.DATA))
+        if any(True for _ in source.list(data)):
+            return
+        ref = self.origin.commit
+        if _exists(source, layout.commit_key(ref.epoch, ref.step)):
+            return  # what is missing is lost
+        if not _exists(source, layout.RUN):
+            raise StorageError(self._absent())
+        raise StorageError(
+            f"{source.url}: is a run, and hasn't step {ref.step} that {self.url} branched from; "
+            f"{self._advice}"
+        )
+
+    def _absent(self) -> str:
+        assert self.origin is not None
+        return f"{self.origin.source_url}: the parent of {self.url} isn't there; {self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        return f"mount it, or name its new place: ckpt branch NEWPLACE {self.url} --moved"
 
     @property
     def url(self) -> str:
@@ -120,9 +151,16 @@ class BranchedStorage:
         shared = [p for p in self._prefixes(prefix) if _overlap(p, prefix)]
         if not shared:
             return self.own.list(prefix)
+        try:
+            source = self.source
+        except StorageError:
+            del self.origin  # it may have been copied since, or have got a new place
+            if self.origin is None:
+                return self.own.list(prefix)
+            source = self.source
         found: dict[str, ObjectInfo] = {}
         for p in shared:
-            found |= {o.key: o for o in self.source.list(max(p, prefix, key=len))}
+            found |= {o.key: o for o in source.list(max(p, prefix, key=len))}
         found |= {o.key: o for o in self.own.list(prefix)}
         return iter([found[key] for key in sorted(found)])
 
@@ -139,6 +177,14 @@ class BranchedStorage:
 def owned(storage: Storage) -> Storage:
     """The part of a store that is its root's own: what may be listed to be deleted."""
     return storage.own if isinstance(storage, BranchedStorage) else storage
+
+
+def _exists(storage: Storage, key: str) -> bool:
+    try:
+        storage.stat(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _overlap(a: str, b: str) -> bool:

@@ -247,6 +247,15 @@ def test_e03_optimizer_state_comes_back_in_its_own_dtype(warm: bool) -> None:
     assert same(frozen(other), frozen(model))
 
 
+def test_e30_state_that_lacks_a_moment_is_refused_by_name() -> None:
+    model, optimizer = job()
+    trained(model, optimizer)
+    del optimizer.state[model.user.weight]["exp_avg_sq"]
+    storage = saved({"m": model, "o": optimizer})
+    other, second = job()
+    refused(storage, {"m": other, "o": second}, r"o.state.user.weight: .*exp_avg_sq")
+
+
 def test_e31_moments_of_another_shape_than_the_parameter_are_refused() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

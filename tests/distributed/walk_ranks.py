@@ -31,6 +31,7 @@ WORLD = 3
 SHAPES = {"t0": (7, 4), "t1": (2, 6), "t2": (11, 3)}
 LAYERS = ("a", "b", "c")
 LAYOUTS = ("row", "column", "table", "dtensor", "replicated")
+NOBODY: dict[str, Any] = {"rank": -1, "step": 0, "set": []}
 NO_ROOM = StorageError("no room")
 
 
@@ -60,7 +61,7 @@ class Life:
         )
         self.tables = {t: self._empty(t) for t in SHAPES}
         self.progress = {"step": 0, "note": ""}
-        self.own: PerRank = PerRank({"rank": -1})
+        self.own: PerRank = PerRank(dict(NOBODY))
         self.state: dict[str, Any] = {
             "optimizer": self.optimizer,
             "model": self.model,
@@ -146,7 +147,7 @@ class Life:
         assert moments.keys() == truth.moments.keys()
         for n, state in moments.items():
             assert all(torch.equal(v, truth.moments[n][k]) for k, v in state.items()), n
-        mine = truth.own[self.rank] if self.world == truth.world else {"rank": -1}
+        mine = truth.own[self.rank] if self.world == truth.world else NOBODY
         assert self.own.value == mine, (self.own.value, mine)
 
 
@@ -176,7 +177,7 @@ class Walk:
         own = random.Random(dice.randrange(1 << 30))  # ranks outside of this life draw as many
         saves = [(own.random() < 0.3, own.randrange(world)) for _ in range(own.randrange(1, 4))]
         if self._rank < world:
-            self._lived(number, world, own, saves)
+            self._lived(number, world, own, saves, lost)
         else:
             self._followed(saves)
         dist.barrier()
@@ -184,7 +185,12 @@ class Walk:
         self.told.append(f"{number}: {world} ranks, lost {lost or 'nothing'}, {saves}")
 
     def _lived(
-        self, number: int, world: int, dice: random.Random, saves: list[tuple[bool, int]]
+        self,
+        number: int,
+        world: int,
+        dice: random.Random,
+        saves: list[tuple[bool, int]],
+        lost: str,
     ) -> None:
         life = Life(self._rank, world, self._groups[world], dice)
         faulty = FaultyStorage(LocalStorage(self._root))
@@ -194,7 +200,8 @@ class Walk:
             result = c.restore(life.state, elastic=True)
             if self._commits:
                 assert result is not None
-                assert result.step == self._commits[-1].step
+                steps = [t.step for t in self._commits]
+                assert result.step == steps[-1], (result, steps, lost)
                 life.check(self._commits[-1])
             else:
                 assert result is None
@@ -230,7 +237,7 @@ class Walk:
             newest = max((self._root / "data").glob(f"*-{step:012d}-*"))
             path = max(newest.glob("r*.bin"), key=lambda p: p.stat().st_size)
             data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
+            data[0] ^= 1  # no padding
             path.write_bytes(bytes(data))
 
 

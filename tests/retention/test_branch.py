@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointConfig, Checkpointer
-from ckpt.branch import Branch, create_branch
+from ckpt.branch import Branch, create_branch, move_source
 from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError, StorageError
 from ckpt.layout import ATTEMPTS, CODE, DATA, ORIGIN, PINS, RUN, commit_key, description_prefix
@@ -256,12 +256,65 @@ def test_a_source_that_is_gone_is_named(source: Path, tmp_path: Path) -> None:
     assert resumed(target) == (5, 5.0)
     info = Catalog(open_storage(target)).find(2)
     assert info.record is not None
-    assert "missing" in verify_commit(open_storage(target), info.record, level="quick").problems[0]
+    absent = (
+        r"source: the parent of .*target isn't there; mount it, or name its new place: ckpt branch"
+    )
+    with pytest.raises(StorageError, match=absent):
+        verify_commit(open_storage(target), info.record, level="quick")
     source.write_text("a file")
     with pytest.raises(
         StorageError, match=r"source: the root that .*target branched from can't be"
     ):
         verify_commit(open_storage(target), info.record, level="quick")
+
+
+@pytest.mark.parametrize("place", ["gone", "an empty folder", "another run"])
+def test_case_e67_a_parent_that_is_not_there_is_not_damage(
+    source: Path, tmp_path: Path, place: str
+) -> None:
+    """Not mounted, or moved: nothing is called corrupt, and nothing is begun from scratch."""
+    target, moved = tmp_path / "target", tmp_path / "elsewhere"
+    branch(source, 2, target)
+    source.rename(moved)
+    words = r"source: the parent of .*target isn't there; mount it"
+    if place == "an empty folder":
+        source.mkdir()
+    elif place == "another run":
+        train(source, 7)
+        words = r"source: is a run, and hasn't step 2 that .*target branched from; mount it"
+    live = state(0)
+    with Checkpointer(str(target)) as c, pytest.raises(StorageError, match=words):
+        c.restore(live)
+    assert live["n"]["x"] == 0
+    for call in (Catalog(open_storage(target)).latest, Catalog(open_storage(target)).commits):
+        with pytest.raises(StorageError, match=words):
+            call()
+    assert move_source(open_storage(moved), open_storage(target)).source_url == str(moved)
+    assert resumed(target) == (2, 2.0)
+    assert holders(moved) == 1, "its pin has moved along"
+
+
+def test_only_the_parent_can_be_named_as_its_new_place(source: Path, tmp_path: Path) -> None:
+    target, other = tmp_path / "target", tmp_path / "other"
+    branch(source, 2, target)
+    train(other, 2)
+    copied = tmp_path / "copied"
+    shutil.copytree(source, copied)
+    with pytest.raises(NotFoundError, match="isn't the parent of .*step 2"):
+        move_source(open_storage(other), open_storage(target))
+    with pytest.raises(BadInputError, match="is no branch"):
+        move_source(open_storage(source), open_storage(other))
+    (pin,) = copied.glob("pins/*.json")
+    pin.unlink()
+    move_source(open_storage(copied), open_storage(target))
+    assert holders(copied) == 1, "a copy without the pin is pinned"
+    branch(copied, 2, target, copy=True)
+    with pytest.raises(BadInputError, match="has a copy of its own"):
+        move_source(open_storage(source), open_storage(target))
+    next(copied.glob("data/*-000000000002-*/*.objects.json")).unlink()
+    branch(source, 2, tmp_path / "third")
+    with pytest.raises(CorruptError, match=r"step 2 of .*copied is damaged"):
+        move_source(open_storage(copied), open_storage(tmp_path / "third"))
 
 
 def test_what_a_publisher_needs_comes_along(source: Path, tmp_path: Path) -> None:

@@ -196,6 +196,21 @@ def test_restore_and_verify_pin_what_they_read(
     assert not [t for t in threading.enumerate() if t.name == "sidestage-pin"]
 
 
+def test_case_e67_a_branch_whose_parent_has_moved(root: Path, tmp_path: Path, ckpt: Shell) -> None:
+    new, moved = tmp_path / "new", tmp_path / "moved"
+    ckpt("branch", f"{root}@2", new)
+    root.rename(moved)
+    for command in ("ls", "verify", "show"):
+        line = ckpt(command, new, code=6)
+        assert f"{root}: the parent of {new} isn't there; mount it, or name its new place" in line
+        assert "corrupt" not in line.lower()
+    assert "is no branch" in ckpt("branch", new, moved, "--moved", code=2)
+    assert "first" in ckpt("branch", moved, new, "--moved", "--copy", code=2)
+    assert f"reads step 2 from {moved} now" in ckpt("branch", moved, new, "--moved")
+    assert "ok" in ckpt("verify", new)
+    assert ckpt.json("branch", moved, new, "--moved")["source_url"] == str(moved)
+
+
 def test_branch_names_a_step_or_takes_the_latest(root: Path, tmp_path: Path, ckpt: Shell) -> None:
     out = ckpt("branch", f"{root}@2", tmp_path / "a")
     assert f"{tmp_path / 'a'}: starts from {root}@2, pinned there as branch-" in out

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt.digest import digest_of
 from ckpt.errors import CorruptError, UnsupportedFormatError
+from ckpt.layout import commit_key
 from ckpt.manifest import (
     AttemptRecord,
     CommitRecord,
@@ -21,7 +22,9 @@ from ckpt.manifest import (
     seal,
     unseal,
 )
+from ckpt.storage.memory import MemoryStorage
 from ckpt.types import CommitRef, FileEntry
+from tests.fake_run import FakeRun
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 counts = st.integers(0, 2**63)
@@ -270,3 +273,14 @@ def test_equal_values_have_equal_bytes() -> None:
 def test_a_reference_names_the_stored_bytes() -> None:
     data = encode(COMMIT)
     assert commit_ref(COMMIT, data) == CommitRef(2, 300, digest_of(data))
+
+
+def test_a_commit_of_an_earlier_version_does_not_say_what_its_attempt_continued() -> None:
+    storage = MemoryStorage()
+    ref = FakeRun(storage).commit(1, 10)
+    key = commit_key(ref.epoch, ref.step)
+    body = unseal(CommitRecord.KIND, storage.read(key), key)
+    del body["continues"]
+    old = decode(CommitRecord, seal(CommitRecord.KIND, body), key)
+    assert old.continues is None
+    assert old.step == 10

@@ -33,3 +33,21 @@ def test_e30_values_that_name_a_tensor_which_no_index_has_are_corrupt() -> None:
     source = Source({}, {"m": TensorRef("m")}, {}, True)
     with pytest.raises(CorruptError, match="m: its tensor m is in no index"):
         plan_restore(flat, source, RestoreTerms(), Canonical())
+
+
+def test_e33_a_managed_collision_cut_elsewhere_is_refused_with_its_table() -> None:
+    key = "m.mc.clicks._mch_sorted_raw_ids"
+    tensor = torch.zeros(3)
+    second = Leaf(key, "sharded", "float32", (6,), (Shard((3,), (3,), tensor),), tensor)
+
+    def found(*boxes: tuple[tuple[int], tuple[int]]) -> list[str]:
+        stored = TensorInfo(key, "sharded", "float32", (6,), boxes)
+        tree = {"m": {"mc.clicks._mch_sorted_raw_ids": TensorRef(key)}}
+        flat = FlatState({key: second}, tree)
+        return plan_restore(
+            flat, Source({key: stored}, tree, {}, True), RestoreTerms(), Canonical()
+        ).wrong
+
+    assert found(((0,), (3,)), ((3,), (3,))) == []
+    (said,) = found(((0,), (6,)))
+    assert "table clicks was cut into rows [0, 6), and is [3, 6) on this rank" in said
