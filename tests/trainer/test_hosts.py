@@ -66,7 +66,8 @@ def test_a_home_that_cannot_be_written_to(
     with caplog.at_level(logging.WARNING, "sidestage"):
         train(storage := MemoryStorage())
     assert epochs(storage) == [1]
-    (said,) = [r.getMessage() for r in caplog.records]
+    said, begun = [r.getMessage() for r in caplog.records]
+    assert begun.startswith("starts from scratch")
     assert str(nowhere / ".cache/sidestage/spool") in said
     assert "set SIDESTAGE_SPOOL_DIR" in said
 
