@@ -103,7 +103,12 @@ class StateWalk:
                 f"state is a {type(state).__name__}; give a dict of names to objects"
             )
         check_names(state)
-        taker = self._canonical.look(state)
+        try:
+            return self._taken(state, self._canonical.look(state), show)
+        finally:
+            self._canonical.release()
+
+    def _taken(self, state: Mapping[str, Any], taker: Canonical, show: Show | None) -> Parts:
         if KERNELS in state:
             raise BadInputError(f"{KERNELS}: is what checkpoints call the fused kernels; rename it")
         walk = _Walk(self._rank, self._clock, show, self._kept, taker)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ckpt.canonical.kernels import Kernels
 from ckpt.canonical.keyed import is_keyed, taken_keyed
-from ckpt.canonical.names import ParameterNames, modules_in
+from ckpt.canonical.names import ParameterNames, modules_in, structure_of
 from ckpt.canonical.optimizers import Name, is_numbered, is_optimizer, named, names_of, parameters
 
 
@@ -27,13 +26,17 @@ class Canonical:
         self.kernels = kernels or Kernels()
         self._modules: list[tuple[str, Any]] = []
         self._names: ParameterNames | None = None
-        self._known: dict[int, tuple[Any, list[torch.Tensor], list[Name]]] = {}
+        self._structure: list[Any] = []
+        self._compared = False
+        self._known: dict[int, _Known] = {}
 
     def look(self, state: Mapping[str, Any]) -> Canonical:
-        modules = list(modules_in(state))
-        if [(k, id(m)) for k, m in modules] != [(k, id(m)) for k, m in self._modules]:
-            self._modules, self._names, self._known = modules, None, {}
+        self._modules, self._names, self._compared = list(modules_in(state)), None, False
         return self
+
+    def release(self) -> None:
+        """Let go of the state. What is kept until the next `look` keeps nothing of it alive."""
+        self._modules, self._names = [], None
 
     @property
     def modules(self) -> list[tuple[str, Any]]:
@@ -56,16 +59,26 @@ class Canonical:
         return tree
 
     def by_number(self, optimizer: Any) -> list[Name]:
-        """What each parameter of an optimizer is stored by; found anew when they aren't the same."""
-        now = parameters(optimizer)
+        """What each parameter of an optimizer is stored by; found anew where anything isn't as it was."""
+        if not self._compared:
+            self._compared = True
+            if (structure := structure_of(self._modules)) != self._structure:
+                self._structure, self._known = structure, {}
+        now = list(map(id, parameters(optimizer)))
         known = self._known.get(id(optimizer))
-        if (
-            known is not None
-            and known[0] is optimizer
-            and list(map(id, known[1])) == list(map(id, now))
-        ):
-            return known[2]
-        self._names = None  # a layer may be new
-        found = names_of(optimizer, self.names)
-        self._known[id(optimizer)] = optimizer, now, found
-        return found
+        if known is None or known.optimizer() is not optimizer or known.parameters != now:
+            names = names_of(optimizer, self.names)
+            known = self._known[id(optimizer)] = _Known(weakref.ref(optimizer), now, names)
+        return known.names
+
+
+class _Known(NamedTuple):
+    """The names of an optimizer's parameters, and what they were found for.
+
+    Parameters by identity alone: a tensor with a weak reference can't be swapped any more. Another one
+    in its place, in the optimizer as in the module, has its name too.
+    """
+
+    optimizer: weakref.ref[Any]
+    parameters: list[int]
+    names: list[Name]

@@ -39,7 +39,7 @@ class ParameterNames:
         self._found: dict[str, torch.Tensor] = {}  # by the names that are unique
         self._names: dict[int, str] = {}
         self._keys: dict[int, tuple[str, ...]] = {}
-        self._held = [m for _, m in modules]  # so that the ids stay theirs
+        self._held = [m for _, m in modules]  # so that the ids stay theirs, as long as this lives
         within: dict[str, dict[int, torch.Tensor]] = {}
         named = [(key, name, p) for key, m in modules for name, p in _parameters(m, "", set())]
         for _, name, p in named:
@@ -87,6 +87,26 @@ def _modules_in(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, n
         v = v.value if isinstance(v, PerRank) else v  # noqa: PLW2901
         if isinstance(v, nn.Module | Mapping | list | tuple):
             yield from _modules_in(v, f"{path}.{k}" if path else str(k), above)
+
+
+def structure_of(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
+    """What the names of parameters follow from, to be compared: names and identities, nothing kept alive."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for key, root in modules:
+        found.append(key)
+        left = [root]
+        while left:
+            module = left.pop()
+            found.append(id(module))
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            found += module._parameters
+            found += map(id, module._parameters.values())
+            found += module._modules
+            left += [part for part in module._modules.values() if part is not None]
+    return found
 
 
 def _parameters(
