@@ -18,10 +18,9 @@ from ckpt.errors import (
     CorruptError,
     NotFoundError,
 )
-from ckpt.manifest import AttemptRecord, Receipt, unseal
+from ckpt.manifest import OBJECTS_KIND, AttemptRecord, Receipt, unseal
 from ckpt.receipts import Part, commit_parts
 from ckpt.replicas import UNLIKE, differing
-from ckpt.restore import OBJECTS_KIND
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, EventSink
 from ckpt.united import UnitedValues

@@ -17,6 +17,8 @@ from ckpt.errors import CorruptError, UnsupportedFormatError
 from ckpt.types import Buffer, CommitRef, FileEntry, Json
 
 FORMAT_VERSION = 0
+OBJECTS_KIND = "objects"
+"""The document with a rank's values."""
 
 
 @dataclass(frozen=True)

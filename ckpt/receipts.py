@@ -13,8 +13,15 @@ from ckpt.catalog import Catalog
 from ckpt.commit import check_not_superseded, committed, create_mine, write_commit
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError, ConflictError, CorruptError
-from ckpt.manifest import AttemptRecord, CommitRecord, Receipt, canonical, encode, seal_text
-from ckpt.restore import OBJECTS_KIND
+from ckpt.manifest import (
+    OBJECTS_KIND,
+    AttemptRecord,
+    CommitRecord,
+    Receipt,
+    canonical,
+    encode,
+    seal_text,
+)
 from ckpt.storage import Storage
 from ckpt.types import Clock, CommitRef, DigestName, FileEntry, Json
 

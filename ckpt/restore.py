@@ -31,7 +31,7 @@ from ckpt.index import (
 )
 from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX, OBJECTS_SUFFIX
 from ckpt.machine import available_bytes
-from ckpt.manifest import CommitRecord, unseal
+from ckpt.manifest import OBJECTS_KIND, CommitRecord, unseal
 from ckpt.parallel import each
 from ckpt.placing import Target, memory_of, place_of, shared_dims
 from ckpt.storage import Readable
@@ -40,7 +40,6 @@ from ckpt.types import FileEntry
 from ckpt.united import UnitedValues
 from ckpt.values import decode_value
 
-OBJECTS_KIND = "objects"
 _KEEP_SHARE = 4  # one part in so many of the available memory may hold checked bytes
 
 

@@ -1,8 +1,8 @@
 """Checks a committed checkpoint against the sizes and digests in its commit. No torch.
 
 "quick" looks at the size of every file and reads the small ones (receipts, indexes, values),
-so that its cost hardly depends on the size of the tables. "full" reads every byte once, and
-checks files and chunks in the same pass.
+so that its cost hardly depends on the size of the tables. "full" reads every byte once, checks
+files and chunks in the same pass, and that what belongs together is there: ckpt.belonging.
 
 xxh3-128 digests find accidents; only sha256 digests find tampering.
 """
@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ckpt.belonging import incomplete_state, missing_tensors
 from ckpt.digest import Hasher, check_digest, new_hasher
 from ckpt.errors import BadInputError, CorruptError, NotFoundError, UnsupportedFormatError
-from ckpt.index import ChunkEntry, TensorEntry, decode_index
-from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX
-from ckpt.manifest import CommitRecord, Receipt, decode
+from ckpt.index import ChunkEntry, TensorEntry, TensorInfo, decode_index
+from ckpt.layout import DATA_SUFFIX, INDEX_SUFFIX, OBJECTS_SUFFIX
+from ckpt.manifest import OBJECTS_KIND, CommitRecord, Receipt, decode, unseal
 from ckpt.parallel import each
 from ckpt.storage import Readable
 from ckpt.types import FileEntry
+from ckpt.united import UnitedValues
+from ckpt.values import decode_value
 
 Level = Literal["quick", "full"]
 
@@ -60,11 +63,31 @@ def verify_commit(
     _check_receipts(check, record, dict(check.small([f for f in record.receipts if f in present])))
     big = (DATA_SUFFIX,) if level == "quick" else (DATA_SUFFIX, INDEX_SUFFIX)
     small = [f for f in record.files if f in present and not f.key.endswith(big)]
-    for entry, _ in check.small(small):
+    parts = _Parts()
+    for entry, content in check.small(small):
         check.progress(entry.size_bytes)
+        if level == "full" and entry.key.endswith(OBJECTS_SUFFIX):
+            _read_objects(check, entry.key, content, parts)
     if level == "full":
-        _check_data(check, record, present)
+        _check_data(check, record, present, parts)
+        if not check.problems:  # of what is damaged a part may be missing
+            _check_belonging(check, parts)
     return VerifyReport(check.problems, len(record.receipts) + len(record.files), check.bytes)
+
+
+class _Parts:
+    """What the files of a checkpoint say: tensors by key, and the value trees of all ranks."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.shared = UnitedValues()
+        self.own: list[Any] = []
+
+    def add(self, tensors: list[TensorEntry]) -> None:
+        for t in tensors:
+            known = self.tensors.get(t.fqn)
+            boxes = (*(known.boxes if known else ()), *((s.offsets, s.sizes) for s in t.shards))
+            self.tensors[t.fqn] = TensorInfo(t.fqn, t.kind, t.dtype, t.shape, boxes)
 
 
 class _Check:
@@ -191,7 +214,26 @@ def _check_receipts(check: _Check, record: CommitRecord, receipts: dict[FileEntr
         check.several("commit", [f"{key}: not the same file in its receipt" for key in differing])
 
 
-def _check_data(check: _Check, record: CommitRecord, present: set[FileEntry]) -> None:
+def _read_objects(check: _Check, key: str, content: bytes, parts: _Parts) -> None:
+    try:
+        body = unseal(OBJECTS_KIND, content, key)
+        parts.shared.add(len(parts.own), decode_value(body.get("values"), key))
+        parts.own.append([decode_value(v, key) for v in (body.get("per_rank") or {}).values()])
+    except (BadInputError, CorruptError) as e:
+        check.problems.append(_line(key, e))
+
+
+def _check_belonging(check: _Check, parts: _Parts) -> None:
+    """Values name tensors that are there, and optimizers have all that belongs to their parameters."""
+    values, tensors = parts.shared.tree, parts.tensors
+    found = [*missing_tensors(values, tensors), *incomplete_state(values, tensors)]
+    found += [p for tree in parts.own for p in missing_tensors(dict(enumerate(tree)), tensors)]
+    check.several("values", [str(p) for p in found])
+
+
+def _check_data(
+    check: _Check, record: CommitRecord, present: set[FileEntry], parts: _Parts
+) -> None:
     """Each data file, with the chunks that the index beside it says it holds."""
     files = {f.key: f for f in record.files}
     for key, entry in files.items():
@@ -208,15 +250,18 @@ def _check_data(check: _Check, record: CommitRecord, present: set[FileEntry]) ->
         indexes = [partner] if partner and partner in present else []
         for index, content in check.small(indexes):
             check.progress(index.size_bytes)
-            chunks = _read_index(check, index.key, content, entry.size_bytes)
+            chunks = _read_index(check, index.key, content, entry.size_bytes, parts)
         if entry in present:
             check.data(entry, chunks)
 
 
-def _read_index(check: _Check, key: str, content: bytes, data_bytes: int) -> list[_Chunk]:
+def _read_index(
+    check: _Check, key: str, content: bytes, data_bytes: int, parts: _Parts
+) -> list[_Chunk]:
     """The chunks of a data file in the order of their bytes; none if the index is wrong."""
     try:
         tensors, digest = decode_index(content, key)
+        parts.add(tensors)
         chunks = sorted(_chunks(tensors, digest), key=lambda c: (c.start, c.end))
     except (CorruptError, UnsupportedFormatError) as e:
         check.problems.append(_line(key, e))

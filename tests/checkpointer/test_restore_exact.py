@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer, PerRank
+from ckpt.catalog import Catalog
 from ckpt.errors import BadInputError, CorruptError, RestoreError
 from ckpt.events import ListSink
 from ckpt.layout import DATA
 from ckpt.storage.memory import MemoryStorage
+from ckpt.verify import verify_commit
 from tests.checkpointer.ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
@@ -254,6 +256,20 @@ def test_e30_state_that_lacks_a_moment_is_refused_by_name() -> None:
     storage = saved({"m": model, "o": optimizer})
     other, second = job()
     refused(storage, {"m": other, "o": second}, r"o.state.user.weight: .*exp_avg_sq")
+    record = Catalog(storage).find(1).record
+    assert record is not None
+    (told,) = verify_commit(storage, record, level="full").problems
+    assert told.startswith("values: o.state.user.weight: ")
+    assert "exp_avg_sq" in told
+
+
+def test_a_whole_state_verifies() -> None:
+    model, optimizer = job()
+    trained(model, optimizer)
+    storage = saved({"m": model, "o": optimizer, "own": PerRank({"t": torch.ones(2), "n": 1})})
+    record = Catalog(storage).find(1).record
+    assert record is not None
+    assert verify_commit(storage, record, level="full").ok
 
 
 def test_e31_moments_of_another_shape_than_the_parameter_are_refused() -> None:
