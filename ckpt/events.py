@@ -22,6 +22,7 @@ What a checkpointer emits, on the trainer's thread or the persist thread, with i
 | `prefetched` | objects that this rank's restore had from memory, warmed_bytes of its chunks, error |
 | `restored` | step, epoch |
 | `not_restored` | step, keys |
+| `restored_with` | step, note: what was decided without a name to go by, or fits in part only |
 | `checkpoint_set_aside` | step, epoch, error |
 | `pruned`, `prune_failed` | steps; error, problems |
 | `keep_best_without_metric` | metric, checkpoints, annotations: no commit has it, so all are kept; once |
@@ -47,6 +48,7 @@ _WARN = frozenset(
         "untracked_write",
         "checkpoint_set_aside",
         "not_restored",
+        "restored_with",
         "prune_failed",
         "keep_best_without_metric",
         "single_writer_only",

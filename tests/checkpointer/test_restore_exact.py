@@ -182,6 +182,19 @@ def test_without_any_names_parameters_go_by_number_and_shape() -> None:
     )
 
 
+def test_numbers_of_an_earlier_version_or_of_a_state_dict_go_by_their_order_and_that_is_said() -> None:
+    model, optimizer = job()
+    trained(model, optimizer)
+    storage = saved({"m": model, "o": optimizer.state_dict()})
+    other, second = job()
+    sink = ListSink()
+    with Checkpointer(storage, sink=sink) as c:
+        c.restore({"m": other, "o": second})
+    assert same(by_name(other, second), by_name(model, optimizer))
+    (said,) = [e["note"] for e in sink.named("restored_with")]
+    assert said.startswith("o: the checkpoint has no names of its parameters")
+
+
 def test_two_models_with_the_same_names_are_told_apart() -> None:
     a, b = Towers(), Towers()
     both = torch.optim.Adam([*a.parameters(), *b.parameters()])
