@@ -182,7 +182,7 @@ def test_without_any_names_parameters_go_by_number_and_shape() -> None:
     )
 
 
-def test_numbers_of_an_earlier_version_or_of_a_state_dict_go_by_their_order_and_that_is_said() -> None:
+def test_numbers_without_names_go_by_their_order_and_that_is_said() -> None:
     model, optimizer = job()
     trained(model, optimizer)
     storage = saved({"m": model, "o": optimizer.state_dict()})
