@@ -192,7 +192,6 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         rows: Sequence[str] = (),
         other_optimizer: bool = False,
-        approximate: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
@@ -208,7 +207,6 @@ class Checkpointer:
             rename: beginnings of keys in the checkpoint, and what they are in this state.
             rows: patterns of tensors whose sizes may differ: what both have is restored.
             other_optimizer: accept the state of another optimizer class.
-            approximate: accept optimizer state that another sharding can only approximate.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.
@@ -232,7 +230,6 @@ class Checkpointer:
             rows=tuple(rows),
             elastic=elastic,
             other_optimizer=other_optimizer,
-            approximate=approximate,
         )
         tag = self._round("restore")
         try:

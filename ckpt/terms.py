@@ -32,7 +32,6 @@ class RestoreTerms:
     elastic: accept another number of ranks where parts of the state belong to single ranks: those
         then stay as they are.
     other_optimizer: accept the state of another optimizer class.
-    approximate: accept optimizer state that the new sharding can only approximate; what was is told.
     """
 
     partial: bool = False
@@ -41,7 +40,6 @@ class RestoreTerms:
     rows: tuple[str, ...] = ()
     elastic: bool = False
     other_optimizer: bool = False
-    approximate: bool = False
 
     def asked(self) -> dict[str, Any]:
         """The terms that aren't as by default, as keyword arguments of `Checkpointer.restore`."""
