@@ -54,7 +54,7 @@ def reader_of(table: torch.Tensor, boxes: Boxes, *, packed: bool = False) -> Che
         storage.create(key, content)
     listed = tuple(FileEntry(k, len(v), digest_of(v)) for k, v in files.items())
     record = CommitRecord(
-        "run", 1, "token", 1, "s0", 1, None, None, 0.0, 0.0, len(data), len(data), {}, (), listed
+        "run", 1, "token", 1, "s0", 1, None, 0.0, 0.0, len(data), len(data), {}, (), listed
     )
     return CheckpointReader(storage, record)
 
