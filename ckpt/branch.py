@@ -34,7 +34,7 @@ from ckpt.manifest import (
 )
 from ckpt.pins import add_pin, pinned, remove_pin
 from ckpt.schema import decode_description
-from ckpt.storage import Storage, check_place, open_storage, owned
+from ckpt.storage import Storage, check_place, exists, open_storage, owned
 from ckpt.types import Clock, CommitRef, FileEntry, SystemClock
 from ckpt.verify import verify_commit
 
@@ -133,7 +133,7 @@ def move_source(source: Storage, target: Storage, *, clock: Clock | None = None)
         raise CorruptError(f"step {ref.step} of {source.url} is damaged: {report.problems[0]}")
     moved = replace(origin, source_url=source.url)
     making = _Making(source, record, ref, own, clock or SystemClock(), lambda _: None)
-    if not _exists(source, layout.pin_key(origin.pin_id)):  # it has moved along, as a rule
+    if not exists(source, layout.pin_key(origin.pin_id)):  # it has moved along, as a rule
         making.pin(origin.pin_id)
     own.put(layout.ORIGIN, encode(moved))
     return moved
@@ -169,7 +169,7 @@ class _Making:
             )
         epochs = [layout.parse_attempt_key(o.key) for o in self.target.list(layout.ATTEMPTS)]
         used = any(e is not None and e > self.ref.epoch for e in epochs)
-        if used and not _exists(self.target, layout.commit_key(self.ref.epoch, self.ref.step)):
+        if used and not exists(self.target, layout.commit_key(self.ref.epoch, self.ref.step)):
             raise ConflictError(
                 f"{self.target.url}: is in use and has deleted step {self.ref.step} of its origin; "
                 f"name a new root"
@@ -227,7 +227,7 @@ class _Making:
     def complete(self) -> None:
         """Write the records of a run whose only commit so far is the source's."""
         key = layout.commit_key(self.ref.epoch, self.ref.step)
-        if _exists(self.target, key):
+        if exists(self.target, key):
             return
         run = RunRecord(secrets.token_hex(8), self.clock.time(), TOOL)
         with suppress(ConflictError):
@@ -248,7 +248,7 @@ class _Making:
         self.target.create(key, data)
 
     def _copy_file(self, entry: FileEntry) -> int:
-        if _exists(self.target, entry.key):
+        if exists(self.target, entry.key):
             return 0  # objects appear whole
         hasher = new_hasher(entry.digest.partition(":")[0])
         buffer = memoryview(bytearray(min(_PIECE_BYTES, entry.size_bytes)))
@@ -281,11 +281,3 @@ class _Making:
         yield prefix
         if description.program_key.startswith(layout.CODE):
             yield description.program_key
-
-
-def _exists(storage: Storage, key: str) -> bool:
-    try:
-        storage.stat(key)
-    except NotFoundError:
-        return False
-    return True

@@ -24,6 +24,7 @@ import torch
 
 from ckpt import commit
 from ckpt.canonical import Canonical
+from ckpt.canonical.alike import comparable
 from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
@@ -40,7 +41,7 @@ from ckpt.errors import (
 )
 from ckpt.events import GuardedSink, LogSink
 from ckpt.live import Layout, LiveState, live_state
-from ckpt.manifest import AttemptRecord, canonical
+from ckpt.manifest import AttemptRecord
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted, was_skipped
 from ckpt.pace import Pace
 from ckpt.persist import FATAL, Persister, StagedSave, plan_tag, save_tag
@@ -56,10 +57,10 @@ from ckpt.stager import Stager
 from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
-from ckpt.terms import RestoreTerms, Spell, as_argument
+from ckpt.terms import RestoreTerms, Spell, as_argument, patterns
 from ckpt.tree import FlatState, flatten
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
-from ckpt.united import UnitedValues, without_tensors
+from ckpt.united import UnitedValues
 from ckpt.values import decode_value, encode_value
 from ckpt.walk import StateWalk
 
@@ -188,9 +189,9 @@ class Checkpointer:
         step: int | None = None,
         elastic: bool = False,
         partial: bool = False,
-        exclude: Sequence[str] = (),
+        exclude: Sequence[str] | str = (),
         rename: Mapping[str, str] | None = None,
-        rows: Sequence[str] = (),
+        rows: Sequence[str] | str = (),
         other_optimizer: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
@@ -225,9 +226,9 @@ class Checkpointer:
         self._coordinator.check_place()
         terms = RestoreTerms(
             partial=partial,
-            exclude=tuple(exclude),
+            exclude=patterns(exclude),
             rename=dict(rename or {}),
-            rows=tuple(rows),
+            rows=patterns(rows),
             elastic=elastic,
             other_optimizer=other_optimizer,
         )
@@ -612,7 +613,7 @@ class Checkpointer:
         if self._coordinator.world_size == 1:
             return
         timeout_s = self._config.commit_timeout_s
-        text = canonical(encode_value(without_tensors(values)))
+        text = comparable(values)
         mine: dict[str, Any] = {"digest": digest_of(text)}
         if self._coordinator.decide(
             f"{tag}/digests", mine, lambda ps: len({p["digest"] for p in ps}) == 1, timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpt.canonical.alike import comparable, difference
 from ckpt.canonical.kernels import (
     FIRST,
     KERNELS,
@@ -16,11 +17,9 @@ from ckpt.canonical.kernels import (
     kind_of_kernel,
 )
 from ckpt.canonical.keyed import GROUPS, is_keyed, nest
-from ckpt.manifest import canonical
 from ckpt.pieces import Piece
 from ckpt.tree import Shard
-from ckpt.united import without_tensors
-from ckpt.values import TensorRef, encode_value
+from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
@@ -100,7 +99,8 @@ def _values(
         matching.found.wrong.append(
             f"{KERNELS}: {', '.join(dict.fromkeys(told.values()))}: one kernel has them here, and those of "
             f"the save had {_difference([e for _, e in chosen.values()], names)}: restore with as many ranks "
-            f"at the same sharding, or leave this out with exclude={KERNELS!r}"
+            f"at the same sharding, or leave this out with "
+            f"{matching.spell('exclude', KERNELS)}"
         )
         return None
     ((path, entry),) = chosen.values()
@@ -185,13 +185,9 @@ def _choice(
 
 
 def _text(entry: Mapping[str, Any], names: tuple[str, ...]) -> bytes:
-    """To be compared. Tensors aren't known yet; the host's count is."""
-    return canonical(encode_value(without_tensors({k: entry.get(k) for k in names})))
+    """To be compared. The host's count is known, a device's isn't yet."""
+    return comparable({k: entry.get(k) for k in names})
 
 
 def _difference(entries: list[Mapping[str, Any]], names: tuple[str, ...]) -> str:
-    for name in names:
-        values = list(dict.fromkeys(repr(e.get(name)) for e in entries))
-        if len(values) > 1:
-            return f"different {name} ({', '.join(values[:3])})"
-    return "different values"
+    return f"different {difference(entries, names) or 'values'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt.canonical.alike import comparable, difference, few
 from ckpt.canonical.keyed import (
     GROUPS,
     WRAPPERS,
@@ -16,14 +17,11 @@ from ckpt.canonical.keyed import (
 )
 from ckpt.canonical.optimizers import CLASS
 from ckpt.giving import KEEP
-from ckpt.manifest import canonical
-from ckpt.united import without_tensors
-from ckpt.values import TensorRef, encode_value
+from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
 
-_SHOWN = 3
 # The same updates, computed in a kernel's backward pass or by an optimizer's step.
 _SAME = {
     "fbgemm.EXACT_SGD": "torch.optim.sgd.SGD",
@@ -82,8 +80,9 @@ class _Fit:
             tree[WRAPPERS] = beside
         for (was, here), keys in self._others.items():
             self._m.found.wrong.append(
-                f"{self._path}: the state of {_few(keys)} is of {was}, and the optimizer here is {here}; "
-                f"accept it with other_optimizer, or leave it out with exclude"
+                f"{self._path}: the state of {few(keys)} is of {was}, and the optimizer here is {here}; "
+                f"accept it with {self._m.spell('other_optimizer', True)}, or leave it out with "
+                f"{self._m.spell('exclude', [self._path])}"
             )
         return KEEP if self._m.found.wrong else tree
 
@@ -167,8 +166,9 @@ class _Fit:
         if not here and stored and not self._makes_state(key):
             self._m.claim(stored)
             self._m.found.wrong.append(
-                f"{at}: the checkpoint has {_few(list(stored))}, and the optimizer here has no state of it; "
-                f"call its init_state() before restore(), or leave it out with exclude"
+                f"{at}: the checkpoint has {few(list(stored))}, and the optimizer here has no state of it; "
+                f"call its init_state() before restore(), or leave it out with "
+                f"{self._m.spell('exclude', [at])}"
             )
             return _ABSENT
         out = {
@@ -307,7 +307,7 @@ class _Fit:
             return options
         if len(chosen) > 1:
             m.found.wrong.append(
-                f"{self._path}: its parameter groups are others than at the save: {_few(group['params'])} "
+                f"{self._path}: its parameter groups are others than at the save: {few(group['params'])} "
                 f"are one group here, and had {_difference([c[1] for c in chosen.values()])}"
             )
             return options
@@ -331,26 +331,18 @@ class _Fit:
         self._m.found.wrong.append(
             f"{self._at(GROUPS, i)}: {key}: ranks {', '.join(map(str, sorted(by_rank)))} of the save had "
             f"{_difference([g for _, g in by_rank.values()])}: restore with as many ranks, or leave the "
-            f"groups out with exclude={self._at(GROUPS)!r}"
+            f"groups out with {self._m.spell('exclude', self._at(GROUPS))}"
         )
         return None
 
 
 def _text(group: Mapping[Any, Any]) -> bytes:
-    """The options of a group, to be compared. Tensors aren't known yet."""
+    """The options of a group, to be compared."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return canonical(encode_value(without_tensors(dict(sorted(options.items(), key=repr)))))
+    return comparable(dict(sorted(options.items(), key=repr)))
 
 
 def _difference(options: Sequence[Mapping[Any, Any]]) -> str:
     """The first option that isn't the same in all."""
-    for name in dict.fromkeys(n for o in options for n in o if n != "params"):
-        values = list(dict.fromkeys(repr(o.get(name)) for o in options))
-        if len(values) > 1:
-            return f"different values of {name} ({', '.join(values[:_SHOWN])})"
-    return "different options"
-
-
-def _few(keys: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, keys[:_SHOWN]))
-    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
+    found = difference(options, dict.fromkeys(n for o in options for n in o if n != "params"))
+    return f"different values of {found}" if found else "different options"

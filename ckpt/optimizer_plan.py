@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckpt.canonical.alike import few
 from ckpt.canonical.optimizers import CLASS, Name, class_of, numbered, parameters
 from ckpt.index import TensorInfo
 from ckpt.values import TensorRef
@@ -14,7 +16,6 @@ from ckpt.values import TensorRef
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
 
-_SHOWN = 3
 # Classes of torch.optim whose state isn't of their parameters' shapes.
 _OWN_SHAPES = frozenset(("torch.optim.lbfgs.LBFGS", "torch.optim._adafactor.Adafactor"))
 # Those whose state begins with other values than zeros.
@@ -110,16 +111,17 @@ class _Fit:
             here = self._here(n)
             if here is not None:
                 found[n] = here
+        if unnamed := [n for n in found if type(n) is int]:
+            self._m.found.notes.append(
+                f"{self._path}: {len(unnamed)} of its parameters are in no module of the state and have no "
+                f"name: they go by their order and shape"
+            )
         lost = [n for n in flat if n not in found]
-        new = [n for n in self._by_number if n not in found.values()]
-        twice = (
-            {n for n in found.values() if list(found.values()).count(n) > 1}
-            if len(set(found.values())) < len(found)
-            else set()
-        )
-        if twice:
+        times = Counter(found.values())
+        new = [n for n in self._by_number if n not in times]
+        if twice := [n for n, count in times.items() if count > 1]:
             self._m.found.wrong.append(
-                f"{self._path}: two parameters of the checkpoint are {twice}"
+                f"{self._path}: two parameters of the checkpoint are {few(twice)}"
             )
             return None
         terms = self._m.terms
@@ -176,10 +178,10 @@ class _Fit:
         said = []
         if lost:
             said.append(
-                f"the checkpoint's {_few(lost)} {'is' if len(lost) == 1 else 'are'} not in it"
+                f"the checkpoint's {few(lost)} {'is' if len(lost) == 1 else 'are'} not in it"
             )
         if new:
-            said.append(f"its {_few(new)} {'is' if len(new) == 1 else 'are'} not in the checkpoint")
+            said.append(f"its {few(new)} {'is' if len(new) == 1 else 'are'} not in the checkpoint")
         return (
             f"{self._path}: holds other parameters than at the save: {'; '.join(said)} (groups of the "
             f"checkpoint: {_sizes(self._stored_names())}; here: {_sizes(self._groups_here())})"
@@ -231,6 +233,7 @@ class _Fit:
 
     def _state(self, names: dict[Name, Name]) -> dict[Any, Any]:
         out: dict[Any, Any] = {}
+        taken = set(names.values())
         members = {n for g in self._stored_names() for n in g}
         original = self._original_names()
         for k, entry in self._stored["state"].items():
@@ -251,7 +254,7 @@ class _Fit:
                 )
         for k, live in self._want["state"].items():
             at = self._at("state", k)
-            gone = k in self._by_name and k not in names.values()
+            gone = k in self._by_name and k not in taken
             if k not in out and (gone or self._m.terms.excludes(at)):
                 out[k] = self._m.live(live)
         return out
@@ -328,10 +331,5 @@ class _Fit:
         return m.make_resized(info, at, parameter)
 
 
-def _few(names: Sequence[Name]) -> str:
-    shown = ", ".join(map(str, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
 def _sizes(groups: Sequence[Sequence[Name]]) -> str:
-    return " | ".join(f"{len(g)} ({_few(g)})" if g else "0" for g in groups) or "none"
+    return " | ".join(f"{len(g)} ({few(g)})" if g else "0" for g in groups) or "none"

@@ -31,7 +31,8 @@ from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
-_COLLISION_MAP = "._mch_sorted_raw_ids"
+_COLLISION = "._mch_"
+_COLLISION_MAP = f"{_COLLISION}sorted_raw_ids"
 
 
 @dataclass
@@ -97,7 +98,7 @@ def plan_restore(
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
-    matching.found.wrong += _recut_optimizer_state(flat, source.tensors)
+    matching.found.wrong += _recut_optimizer_state(flat, source.tensors, terms)
     matching.found.wrong += [
         f"{p} in the checkpoint"
         for p in incomplete_state(source.values, source.tensors)
@@ -276,6 +277,7 @@ class Matching:
             info.dtype == leaf.dtype
             and self.terms.resizes(path)
             and len(info.shape) == len(leaf.shape)
+            and _COLLISION not in path  # its ids have rows by the sizes that it had
         ):
             return self.fill_common(leaf, info, path)
         self.found.wrong.append(
@@ -395,7 +397,7 @@ class Matching:
                 else self.given(want, stored, path)
             )
         if isinstance(obj, torch.nn.Module):
-            return self._module(obj, want, stored, path)
+            return self._module(want, stored, path)
         if is_keyed(obj) and GROUPS in want:
             return fit_keyed(self, obj, want, stored, path)
         if CLASS in want and isinstance(stored.get(GROUPS), dict) and "param_groups" in want:
@@ -404,9 +406,7 @@ class Matching:
             return fit_optimizer(self, obj, want, stored, path)
         return self.given(want, stored, path)
 
-    def _module(
-        self, module: torch.nn.Module, want: dict[Any, Any], stored: dict[Any, Any], path: str
-    ) -> Any:
+    def _module(self, want: dict[Any, Any], stored: dict[Any, Any], path: str) -> Any:
         """Parameters and buffers must have their like; extra state is given back as it was stored."""
         out: dict[Any, Any] = {}
         touched = False
@@ -421,7 +421,7 @@ class Matching:
             elif isinstance(w, TensorRef) and isinstance(stored[k], TensorRef) and not _is_extra(k):
                 out[k], touched = self.tensor(w, stored[k], sub), True
             elif isinstance(w, dict) and isinstance(stored[k], dict) and not _is_extra(k):
-                out[k], touched = self._module(module, w, stored[k], sub), True
+                out[k], touched = self._module(w, stored[k], sub), True
             elif isinstance(w, TensorRef) and not _is_extra(k):
                 self._unlike(w, stored[k], sub)
                 out[k] = self.live(w)
@@ -627,18 +627,24 @@ def _shape_of(value: Any) -> str:
     return f"a {kind}"
 
 
-def _recut_optimizer_state(flat: FlatState, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Rowwise state of a table whose columns are cut elsewhere: the same shape, another meaning."""
+def _recut_optimizer_state(
+    flat: FlatState, tensors: Mapping[str, TensorInfo], terms: RestoreTerms
+) -> list[str]:
+    """Rowwise state of a table whose columns are cut elsewhere: the same shape, another meaning.
+
+    Column shards have their rows one after the other: once cut, they mean nothing at other numbers of rows.
+    """
     problems = []
     for fqn, leaf in flat.leaves.items():
         info = tensors.get(fqn)
         if info is None or leaf.kind != "sharded" or not leaf.shards:
             continue
-        if len(leaf.shape) != 2 or info.shape != leaf.shape:
+        if len(leaf.shape) != 2 or info.shape[1:] != leaf.shape[1:]:
             continue
         stored = {(o[1], s[1]) for o, s in info.boxes if 0 not in s}
         here = {(s.offsets[1], s.sizes[1]) for s in leaf.shards if 0 not in s.sizes}
-        if here <= stored:
+        resized = info.shape != leaf.shape and len(stored | here) > 1
+        if here <= stored and not resized:
             continue
         inner = f".{fqn.partition('.')[2]}."
         problems += [
@@ -646,5 +652,6 @@ def _recut_optimizer_state(flat: FlatState, tensors: Mapping[str, TensorInfo]) -
             f"{sorted(here)} here; restore at the sharding it was saved with, or leave the optimizer out"
             for name, x in flat.leaves.items()
             if inner in f".{name}." and len(x.shape) == 1 and name in tensors
+            if not terms.excludes(name)
         ]
     return problems

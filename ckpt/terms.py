@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,6 +41,10 @@ class RestoreTerms:
     elastic: bool = False
     other_optimizer: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("exclude", "rows"):  # one pattern is no list of letters
+            object.__setattr__(self, name, patterns(getattr(self, name)))
+
     def asked(self) -> dict[str, Any]:
         """The terms that aren't as by default, as keyword arguments of `Checkpointer.restore`."""
         nothing = RestoreTerms()
@@ -70,6 +74,11 @@ class RestoreTerms:
             if key == old or key.startswith(f"{old}."):
                 return self.rename[old] + key[len(old) :]
         return key
+
+
+def patterns(given: Sequence[str] | str) -> tuple[str, ...]:
+    """Patterns as a tuple, of one given alone too."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def matches(patterns: tuple[str, ...], key: str) -> bool:

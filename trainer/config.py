@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 from ckpt.config import CheckpointConfig, dataclass_from, load_toml
 from ckpt.errors import BadInputError
-from ckpt.terms import RestoreTerms
+from ckpt.terms import RestoreTerms, patterns
 from ckpt.typed import decode_settings
 
 
@@ -146,6 +146,8 @@ class RestoreConfig(RestoreTerms):
         """As it is written in the file."""
         if name == "fresh":
             return "another [run] root"
+        if name in ("exclude", "rows"):
+            value = list(patterns(cast("Any", value)))
         return f"[restore] {name} = {json.dumps(value)}"
 
 

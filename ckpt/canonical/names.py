@@ -51,8 +51,6 @@ class ParameterNames:
             if len(within[name]) == 1:
                 self._found.setdefault(name, p)
             self._names.setdefault(id(p), name if len(within[name]) == 1 else full)
-        self.ambiguous = frozenset(n for n, ps in within.items() if len(ps) > 1)
-        """Names that two modules of the state have for different parameters."""
 
     def name(self, parameter: torch.Tensor) -> str | None:
         """None if it is in none of the modules."""

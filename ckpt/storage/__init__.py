@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckpt.errors import BadInputError, NotFoundError, StorageError
-from ckpt.storage.branched import BranchedStorage, owned
+from ckpt.storage.branched import BranchedStorage, exists, owned
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.place import check_place
@@ -24,6 +24,7 @@ __all__ = [
     "Root",
     "Storage",
     "check_place",
+    "exists",
     "near",
     "open_storage",
     "owned",

@@ -72,9 +72,9 @@ class BranchedStorage:
         if any(True for _ in source.list(data)):
             return
         ref = self.origin.commit
-        if _exists(source, layout.commit_key(ref.epoch, ref.step)):
+        if exists(source, layout.commit_key(ref.epoch, ref.step)):
             return  # what is missing is lost
-        if not _exists(source, layout.RUN):
+        if not exists(source, layout.RUN):
             raise StorageError(self._absent())
         raise StorageError(
             f"{source.url}: is a run, and hasn't step {ref.step} that {self.url} branched from; "
@@ -179,7 +179,8 @@ def owned(storage: Storage) -> Storage:
     return storage.own if isinstance(storage, BranchedStorage) else storage
 
 
-def _exists(storage: Storage, key: str) -> bool:
+def exists(storage: Storage, key: str) -> bool:
+    """Is there an object under this key?"""
     try:
         storage.stat(key)
     except NotFoundError:

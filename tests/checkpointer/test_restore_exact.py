@@ -634,3 +634,25 @@ def test_excluded_parts_stay_whatever_the_checkpoint_has_for_them() -> None:
     assert same(now["item.weight"], moments["item.weight"])
     assert same(now["user.weight"], by_name(model, optimizer)["user.weight"])
     assert "m.item.weight" in result.not_restored
+
+
+def test_parameters_without_names_go_by_number_and_that_is_said() -> None:
+    model, optimizer = job()
+    trained(model, optimizer)
+    storage = saved({"o": optimizer})
+    sink = ListSink()
+    other, second = job()
+    with Checkpointer(storage, sink=sink) as c:
+        c.restore({"o": second})
+    assert same(by_name(other, second), by_name(model, optimizer))
+    (said,) = [e["note"] for e in sink.named("restored_with")]
+    assert said.startswith("o: 4 of its parameters are in no module of the state")
+
+
+@pytest.mark.parametrize("given", ["old", ["old"], ("old",)])
+def test_one_pattern_is_no_list_of_letters(given: Any) -> None:
+    storage = saved({"old": 1, "o": 2})
+    state = {"old": 0, "o": 0}
+    result = restored(storage, state, exclude=given)
+    assert state == {"old": 0, "o": 2}
+    assert result.not_restored == ("old",)
