@@ -61,7 +61,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(READY)
-	for name in limits stall memory interference persist proof scale publish freshness serve fleet; do \
+	for name in limits stall memory interference persist restore proof scale publish freshness serve fleet; do \
 	  $(BIN)/python -m benchmarks $$name --json build/benchmarks/$$name.json $(BENCH) || exit 1; \
 	done
 

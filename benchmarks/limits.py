@@ -13,7 +13,9 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,9 +193,7 @@ def _files(source: torch.Tensor, target: torch.Tensor, folder: Path) -> Iterator
         path = folder / "read"
         if not path.exists():
             path.write_bytes(data)
-        with _opened(path, os.O_RDONLY) as fd:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(path)
         with Stopwatch() as watch, _opened(path, os.O_RDONLY | flags) as fd:
             for at in range(0, size, PIECE_BYTES):
                 os.readv(fd, [into[at : at + PIECE_BYTES]])
@@ -204,6 +204,33 @@ def _files(source: torch.Tensor, target: torch.Tensor, folder: Path) -> Iterator
     yield Limit("write O_DIRECT + fsync", size, lambda: write(os.O_DIRECT, sync=True))
     yield Limit("read cold", size, lambda: read(0))
     yield Limit("read cold, O_DIRECT", size, lambda: read(os.O_DIRECT))
+
+
+def forget(path: Path) -> None:
+    """Drop a file, or all files of a folder, from the page cache."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with _opened(file, os.O_RDONLY) as fd:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def direct_read_s(path: Path, threads: int) -> float:
+    """Seconds to read a file past the page cache, by threads that take pieces in turn.
+
+    Raises OSError where the filesystem refuses O_DIRECT.
+    """
+    pieces = iter(range(0, path.stat().st_size, PIECE_BYTES))
+    with _opened(path, os.O_RDONLY | os.O_DIRECT) as fd:
+
+        def read(into: mmap.mmap) -> None:
+            for at in pieces:
+                os.preadv(fd, [into], at)
+
+        buffers = [mmap.mmap(-1, PIECE_BYTES) for _ in range(threads)]
+        with ThreadPoolExecutor(threads) as pool, Stopwatch() as watch:
+            deque(pool.map(read, buffers), 0)
+    return watch.wall_s
 
 
 def _digests(source: torch.Tensor) -> Iterator[Limit]:

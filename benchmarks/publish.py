@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limits import forget
 from benchmarks.report import MIB, Report, Row, environment, median
 from benchmarks.serving.memory import PeakAbove, imports_bytes
 from benchmarks.serving.process import committing, environment_of
@@ -117,7 +118,7 @@ def _publish(folder: Path, root: Path, base: int) -> _Publish:
     """`publisher once` into a new registry. The seconds are the manifest's: imports are before them."""
     target = folder / "registry"
     shutil.rmtree(target, ignore_errors=True)
-    _forget(root)
+    forget(root / "data")
     process = subprocess.Popen(
         [sys.executable, "-m", "publisher.cli", "once", str(root), "--registry", str(target)],
         env={**os.environ, **environment_of(folder)},
@@ -144,7 +145,7 @@ def _publish(folder: Path, root: Path, base: int) -> _Publish:
 
 def _limit(folder: Path, root: Path) -> float:
     out = folder / "limit"
-    _forget(root)
+    forget(root / "data")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.serving.limit", str(root), str(out)],
         env={**os.environ, **environment_of(folder)},
@@ -154,16 +155,6 @@ def _limit(folder: Path, root: Path) -> float:
     )
     out.unlink()
     return float(done.stdout.split()[-1])
-
-
-def _forget(root: Path) -> None:
-    """Drop the checkpoint's files from the page cache."""
-    for path in (root / "data").rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def _beside(folder: Path, repeats: int, base: int) -> Row:

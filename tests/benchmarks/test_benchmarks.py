@@ -229,6 +229,28 @@ def test_persist_compares_with_the_limits_of_disk_and_s3(run: Run) -> None:
     assert figures["ratios"]["persist_vs_write_limit"] == figures["rows"][0]["vs_limit"]
 
 
+@pytest.mark.distributed
+def test_restore_compares_itself_and_counts_what_it_reads(run: Run) -> None:
+    figures, printed = run("restore", "--quick", "--size-mib", "8", "--repeats", "1")
+    rows = {r["name"]: r for r in figures["rows"]}
+    assert list(rows) == ["warm", "cold", "tmpfs", "tables", "share"]
+    ratios = figures["ratios"]
+    for name, row in rows.items():
+        assert name in printed
+        if row["status"] == "skipped":  # a machine without /dev/shm
+            assert name in ("tmpfs", "tables")
+            continue
+        assert row["status"] == "ok", row
+        assert row["exact"] is True
+    for name in ("warm", "cold"):
+        assert 0 < rows[name]["min"] <= rows[name]["vs_dcp_load"] <= rows[name]["max"]
+        assert 0 <= rows[name]["extra_mib"] < 64
+    assert ratios["restore_vs_dcp_load"] == rows["warm"]["vs_dcp_load"]
+    assert ratios["restore_vs_read_limit"] == rows["cold"]["vs_read_limit"]
+    assert ratios["bytes_read_vs_share"] == rows["share"]["read_vs_share"] >= 1
+    assert ratios["exact"] is True
+
+
 def test_scale_shows_each_part_for_three_sizes(run: Run) -> None:
     options = ("--ranks", "8", "--tables", "3", "--gib", "0.1", "--latency-ms", "0.1")
     figures, _ = run("scale", "--quick", *options)
