@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,8 +22,11 @@ from ckpt.parallel import each
 from ckpt.placing import Place, Scratch
 from ckpt.storage import NearObject, Readable, near
 
-PIECE_BYTES = 256 << 10
-"""Read at once of a chunk that is near, so that it is digested, and copied, out of the core's own cache."""
+PIECE_BYTES = 1 << 20
+"""Read at once of a chunk that is near: it is digested, and copied, while it is in a cache.
+
+Smaller ones would save little there, and threads would wait for Python's lock more often.
+"""
 RUN_BYTES = 4 << 20
 """Of small chunks that a thread takes at once, and that are fetched at once from afar."""
 _GAP_BYTES = 4096  # between two chunks of a run: chunks begin at multiples of it
@@ -71,48 +74,53 @@ class ChunkReader:
     def check(self, pieces: Sequence[Piece]) -> None:
         """Read every byte, and keep what there is room for; CorruptError about a chunk that is damaged."""
 
-        def check(run: _Run, scratch: Scratch) -> None:
-            with self._opened(run) as found:
-                if found is None:
-                    data = memoryview(bytearray(run.nbytes))
-                    self._fetch(run, data)
-                    _compare(run, data, OTHER)
-                    self.kept.keep(run, data)
-                    return
-                for part in _parts(run):
-                    if part.nbytes > PIECE_BYTES:
-                        source = _Stream(found, part.pieces[0], scratch, OTHER)
-                        source.skip(part.nbytes)
-                        source.finish()
-                    else:
-                        _read(found, part, scratch, OTHER)
+        def check(run: _Run, found: NearObject | None, scratch: Scratch) -> None:
+            if found is None:
+                data = memoryview(bytearray(run.nbytes))
+                self._fetch(run, data)
+                _compare(run, data, OTHER)
+                self.kept.keep(run, data)
+                return
+            found.ahead(run.start, run.nbytes)
+            for part in _parts(run):
+                if part.nbytes > PIECE_BYTES:
+                    source = _Stream(found, part.pieces[0], scratch, OTHER)
+                    source.skip(part.nbytes)
+                    source.finish()
+                else:
+                    _read(found, part, scratch, OTHER)
 
         self._each(check, _runs(pieces))
 
-    def fill(self, pieces: Sequence[Piece], advice: str = OTHER) -> None:
-        """Give every byte to its places, checked on the way; `advice` is for who meets damage now."""
+    def fill(self, pieces: Sequence[Piece], *, checked: bool = False) -> None:
+        """Give every byte to its places, compared with its digest on the way.
 
-        def fill(run: _Run, scratch: Scratch) -> None:
+        checked: `check` has just read them, so they are in the page cache, and damage is news.
+        """
+        advice = CHANGED if checked else OTHER
+
+        def fill(run: _Run, found: NearObject | None, scratch: Scratch) -> None:
             if (held := self.kept.take(run.pieces[0])) is not None:
                 _place(run.pieces[0], held, scratch)
                 return
-            with self._opened(run) as found:
-                if found is None:
-                    data = scratch.bytes(run.nbytes)
-                    self._fetch(run, data)
-                    _compare(run, data, advice)
-                    for piece, stored in _cut(run, data):
-                        _place(piece, stored, scratch)
-                    return
-                for part in _parts(run):
-                    piece = part.pieces[0]
-                    if part.nbytes > PIECE_BYTES and piece.chunk.codec == "raw":
-                        source = _Stream(found, piece, scratch, advice)
-                        scratch.place(piece.places, piece.shape, source)
-                        source.finish()
-                        continue
-                    for piece, stored in _read(found, part, scratch, advice):
-                        _place(piece, stored, scratch)
+            if found is None:
+                data = scratch.bytes(run.nbytes)
+                self._fetch(run, data)
+                _compare(run, data, advice)
+                for piece, stored in _cut(run, data):
+                    _place(piece, stored, scratch)
+                return
+            if not checked:
+                found.ahead(run.start, run.nbytes)
+            for part in _parts(run):
+                piece = part.pieces[0]
+                if part.nbytes > PIECE_BYTES and piece.chunk.codec == "raw":
+                    source = _Stream(found, piece, scratch, advice)
+                    scratch.place(piece.places, piece.shape, source)
+                    source.finish()
+                    continue
+                for piece, stored in _read(found, part, scratch, advice):
+                    _place(piece, stored, scratch)
 
         held: list[Piece] = []
         others: list[Piece] = []
@@ -121,40 +129,24 @@ class ChunkReader:
         # Backwards: where the page cache can't hold all that was read, it has the end of it.
         self._each(fill, [*[_Run([p]) for p in held], *reversed(_runs(others))])
 
-    def _each(self, work: Callable[[_Run, Scratch], None], runs: Sequence[_Run]) -> None:
-        """Do the work for all runs, with as many scratch buffers as there are workers."""
-        free: deque[Scratch] = deque()
+    def _each(
+        self, work: Callable[[_Run, NearObject | None, Scratch], None], runs: Sequence[_Run]
+    ) -> None:
+        """Do the work for all runs, whose file is opened where it is near. The first error ends it."""
+        left = iter(runs)
 
-        def one(run: _Run) -> None:
-            try:
-                scratch = free.pop()
-            except IndexError:
-                scratch = Scratch()
-            try:
-                work(run, scratch)
-            finally:
-                free.append(scratch)
+        def drain(_: int) -> None:
+            scratch = Scratch()
+            with closing(scratch), closing(_Files(self._storage)) as files:
+                try:
+                    while (run := next(left, None)) is not None:
+                        work(run, files.of(run), scratch)
+                except BaseException:
+                    deque(left, 0)
+                    raise
 
-        try:
-            # Exhausted, so that the first error of any worker is raised here.
-            deque(each(one, runs, self._workers), 0)
-        finally:
-            for scratch in free:
-                scratch.close()
-
-    @contextmanager
-    def _opened(self, run: _Run) -> Iterator[NearObject | None]:
-        """The run's file, if it's near."""
-        try:
-            found = near(self._storage, run.pieces[0].key)
-        except NotFoundError:
-            raise _gone(run) from None
-        if found is None:
-            yield None
-            return
-        with found:
-            found.ahead(run.start, run.nbytes)
-            yield found
+        workers = min(self._workers, len(runs))
+        deque(each(drain, range(workers), workers), 0)
 
     def _fetch(self, run: _Run, data: memoryview) -> None:
         try:
@@ -175,6 +167,31 @@ class _Run(NamedTuple):
     @property
     def nbytes(self) -> int:
         return max([p.stop for p in self.pieces]) - self.start
+
+
+class _Files:
+    """The file that a worker reads, open: its next run is mostly of the same."""
+
+    def __init__(self, storage: Readable) -> None:
+        self._storage = storage
+        self._key = ""
+        self._found: NearObject | None = None
+
+    def of(self, run: _Run) -> NearObject | None:
+        """The run's file, if it's near."""
+        if (key := run.pieces[0].key) != self._key:
+            self.close()
+            try:
+                self._found = near(self._storage, key)
+            except NotFoundError:
+                raise _gone(run) from None
+            self._key = key
+        return self._found
+
+    def close(self) -> None:
+        if self._found is not None:
+            self._found.__exit__(None, None, None)
+        self._key, self._found = "", None
 
 
 class Kept:
@@ -212,16 +229,16 @@ class _Stream:
         self._at = piece.chunk.offset
 
     def fill(self, memory: memoryview) -> None:
-        for start in range(0, len(memory), PIECE_BYTES):
-            part = memory[start : start + PIECE_BYTES]
-            self._found.read_into(self._at, part)
-            self._hasher.update(part)
-            self._at += len(part)
+        starts = range(0, len(memory), PIECE_BYTES)
+        self._read([memory[start : start + PIECE_BYTES] for start in starts], len(memory))
 
     def skip(self, nbytes: int) -> None:
         memory = self._scratch.bytes(min(nbytes, PIECE_BYTES))
-        for start in range(0, nbytes, PIECE_BYTES):
-            self.fill(memory[: nbytes - start])
+        self._read([memory[: nbytes - at] for at in range(0, nbytes, PIECE_BYTES)], nbytes)
+
+    def _read(self, parts: list[memoryview], nbytes: int) -> None:
+        self._found.read_each(self._at, parts, self._hasher.update)
+        self._at += nbytes
 
     def finish(self) -> None:
         if self._hasher.digest().ljust(32, b"\0") != self._piece.chunk.digest:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.chunks import CHANGED, OTHER, ChunkReader, Kept, Piece
+from ckpt.chunks import ChunkReader, Kept, Piece
 from ckpt.config import launched_ranks
 from ckpt.digest import check_digest
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
@@ -199,14 +199,14 @@ class CheckpointReader:
 
         Raises CorruptError if a byte has changed since: a part of the targets is then filled already.
         """
-        self._fill(targets, CHANGED)
+        self._fill(targets, checked=True)
 
     def load(self, targets: Sequence[Target]) -> None:
         """Fill memory of our own, which nobody else has a use for yet: no `check` comes before."""
         self._fill(targets)
 
-    def _fill(self, targets: Sequence[Target], advice: str = OTHER) -> None:
-        self._chunks.fill(self._pieces(targets, place=True), advice)
+    def _fill(self, targets: Sequence[Target], *, checked: bool = False) -> None:
+        self._chunks.fill(self._pieces(targets, place=True), checked=checked)
         # Memory is written under torch; its versions tell row guards and autograd that it was.
         torch.autograd.graph.increment_version([t.out for t in targets])
 

@@ -12,7 +12,7 @@ writer has three: writer (opening it), write (each piece) and finish (making it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -205,6 +205,14 @@ class _FaultyObject:
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         self._storage._call("read_into", self._key, lambda: self._inner.read_into(start, buffer))
+
+    def read_each(
+        self, start: int, buffers: Iterable[memoryview], then: Callable[[memoryview], object]
+    ) -> None:
+        for buffer in buffers:
+            self.read_into(start, buffer)
+            then(buffer)
+            start += buffer.nbytes
 
 
 class _FaultyWriter:

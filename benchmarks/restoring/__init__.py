@@ -15,14 +15,21 @@ from typing import Any
 from benchmarks.ranks import RanksFailed, Seen, run_ranks
 from benchmarks.report import MIB, Report, Row, cores, environment, median
 from benchmarks.restoring import share
-from benchmarks.restoring.rank import DCP, LIMIT, OURS, Case
+from benchmarks.restoring.rank import DCP, LIMIT, MOST_READERS, OURS, Case
 from benchmarks.training.tables import best_kind, row_bytes
 from benchmarks.training.workload import DIM, TABLES
 from benchmarks.watch import wait_until_calm
 
 COLUMNS = (
     *("name", "ranks", "size_mib", "restore_ms", "dcp_load_ms", "vs_dcp_load", "min", "max"),
-    *("cpu_vs_dcp_load", "vs_read_limit", "extra_mib", "dcp_extra_mib", "read_vs_share"),
+    *(
+        "cpu_vs_dcp_load",
+        "limit_ms",
+        "vs_read_limit",
+        "extra_mib",
+        "dcp_extra_mib",
+        "read_vs_share",
+    ),
     *("exact", "others_cores"),
 )
 MEMORY_FOLDER = Path("/dev/shm")
@@ -107,7 +114,10 @@ def _row(seen: Seen) -> Row:
     ours, theirs = ([max(r) for r in rounds(way, "wall_s")] for way in (OURS, DCP))
     cpu = {way: [sum(r) for r in rounds(way, "cpu_s")] for way in (OURS, DCP)}
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    limits = [max(r) for r in rounds(LIMIT, "wall_s")]
+    limits = [
+        median(s for (s,) in rounds(f"{LIMIT} {n}", "wall_s")) for n in range(1, MOST_READERS + 1)
+    ]
+    limit = min((s for s in limits if s is not None), default=None)
     extra = {way: [max(r) for r in rounds(way, "extra_bytes")] for way in (OURS, DCP)}
     return {
         "size_mib": sum(a["state_bytes"] for a in answers) / MIB,
@@ -117,7 +127,8 @@ def _row(seen: Seen) -> Row:
         "min": min(ratios),
         "max": max(ratios),
         "cpu_vs_dcp_load": median(a / b for a, b in zip(cpu[OURS], cpu[DCP], strict=True)),
-        "vs_read_limit": median(limit / s for limit, s in zip(limits, ours, strict=False)),
+        "limit_ms": limit and limit * 1e3,
+        "vs_read_limit": median(limit / s for s in ours) if limit else None,
         "extra_mib": (median(extra[OURS]) or 0.0) / MIB,
         "dcp_extra_mib": (median(extra[DCP]) or 0.0) / MIB,
         "exact": all(s["exact"] for a in answers for s in a["samples"]),

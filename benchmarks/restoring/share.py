@@ -59,15 +59,16 @@ class CountingStorage:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Bytes of this rank's share, and those that it read."""
+    """Bytes of this rank's share, and of a restore those that it read."""
     state = _tables(case.rows)
     local = [t.to_local() for t in state.values()]
+    share_bytes = sum(t.nbytes for t in local)
     if not case.restore:
         config = CheckpointConfig(persist_target_s=0.0, compression="off")
         with Checkpointer(case.root, config) as checkpointer:
             checkpointer.save(_STEP, {"tables": state}).committed.result(_DEADLINE_S)
             checkpointer.wait()
-        return {}
+        return {"share_bytes": share_bytes}
     saved = [t.clone() for t in local]
     for tensor in local:
         tensor.zero_()
@@ -75,7 +76,7 @@ def measure(case: Case) -> dict[str, Any]:
     with Checkpointer(storage) as checkpointer:
         checkpointer.restore({"tables": state}, step=_STEP)
     return {
-        "share_bytes": sum(t.nbytes for t in local),
+        "share_bytes": share_bytes,
         "read_bytes": storage.read_bytes,
         "exact": all(map(torch.equal, local, saved)),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
@@ -144,6 +144,14 @@ class _NearBytes:
             )
         if buffer.nbytes:
             buffer.cast("B")[:] = self._data[start:end]
+
+    def read_each(
+        self, start: int, buffers: Iterable[memoryview], then: Callable[[memoryview], object]
+    ) -> None:
+        for buffer in buffers:
+            self.read_into(start, buffer)
+            then(buffer)
+            start += buffer.nbytes
 
 
 class MemoryWriter:

@@ -6,7 +6,7 @@ only errors of `ckpt.errors`: NotFoundError, ConflictError, StorageError, BadInp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -67,6 +67,12 @@ class NearObject(AbstractContextManager["NearObject"], Protocol):
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """As `Readable.read_into`."""
+        ...
+
+    def read_each(
+        self, start: int, buffers: Iterable[memoryview], then: Callable[[memoryview], object]
+    ) -> None:
+        """Fill one buffer after the other with the bytes from `start` on, and call `then` with each."""
         ...
 
 
