@@ -33,7 +33,7 @@ COLUMNS = (
     *("exact", "others_cores"),
 )
 MEMORY_FOLDER = Path("/dev/shm")
-_SAVERS, _RESTORERS = 2, 8
+_RESTORERS = 8
 _DEADLINE_S = 1800.0
 
 
@@ -54,22 +54,23 @@ PARTS = (
     Part("tmpfs", "plain", ranks=2, in_memory=True),
     Part("tables", "tables", ranks=2, in_memory=True),
 )
-SHARE = "share"
+SHARE, RECUT = "share", "share recut"
+SAVERS = {SHARE: 8, RECUT: 2}
+"""Rows of what each of eight ranks reads, and how many had saved it."""
+_ROWS = (*(p.name for p in PARTS), *SAVERS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size-mib", type=int, help="of the state (1024)")
-    names = ",".join([*(p.name for p in PARTS), SHARE])
-    parser.add_argument("--parts", default=names, help=names)
+    parser.add_argument("--parts", default=",".join(_ROWS), help=",".join(_ROWS))
 
 
 def run(args: argparse.Namespace) -> Report:
     size_mib = args.size_mib or (64 if args.quick else 1024)
     repeats = args.repeats or (2 if args.quick else 7)
     names = args.parts.split(",")
-    known = [*(p.name for p in PARTS), SHARE]
-    if unknown := [n for n in names if n not in known]:
-        sys.exit(f"--parts {unknown[0]}: use some of {', '.join(known)}")
+    if unknown := [n for n in names if n not in _ROWS]:
+        sys.exit(f"--parts {unknown[0]}: use some of {', '.join(_ROWS)}")
     env = environment(size_mib=size_mib, repeats=repeats, tables=best_kind("cpu"))
     rows: list[Row] = []
     for name in names:
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> Report:
         part = next((p for p in PARTS if p.name == name), None)
         try:
             if part is None:
-                rows[-1] |= _share(args.root, size_mib * MIB)
+                rows[-1] |= _share(args.root, size_mib * MIB, SAVERS[name])
             else:
                 rows[-1] |= _compare(part, size_mib * MIB, repeats, args.root)
         except RanksFailed as e:
@@ -137,8 +138,8 @@ def _row(seen: Seen) -> Row:
     }
 
 
-def _share(root: Path, total_bytes: int) -> Row:
-    """What each of eight ranks reads of tables that two ranks have saved; the most of them counts."""
+def _share(root: Path, total_bytes: int, savers: int) -> Row:
+    """What each of eight ranks reads of tables that others have saved; the most of them counts."""
     rows = total_bytes // (TABLES * row_bytes("torchrec", DIM)) // _RESTORERS * _RESTORERS
     folder = Path(tempfile.mkdtemp(prefix="share-", dir=root)).resolve()
     try:
@@ -150,7 +151,7 @@ def _share(root: Path, total_bytes: int) -> Row:
                 root,
                 _DEADLINE_S,
             ).answers
-            for ranks, restore in ((_SAVERS, False), (_RESTORERS, True))
+            for ranks, restore in ((savers, False), (_RESTORERS, True))
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -177,6 +178,7 @@ def _ratios(rows: list[Row]) -> dict[str, Any]:
         "restore_vs_dcp_load_tables": of("tables", "vs_dcp_load"),
         "restore_vs_read_limit": of("cold", "vs_read_limit"),
         "bytes_read_vs_share": of(SHARE, "read_vs_share"),
+        "bytes_read_vs_share_recut": of(RECUT, "read_vs_share"),
         "extra_rss_mib": max(extra, default=None),
         "exact": all(r.get("exact", True) for r in rows),
     }

@@ -233,7 +233,7 @@ def test_persist_compares_with_the_limits_of_disk_and_s3(run: Run) -> None:
 def test_restore_compares_itself_and_counts_what_it_reads(run: Run) -> None:
     figures, printed = run("restore", "--quick", "--size-mib", "8", "--repeats", "1")
     rows = {r["name"]: r for r in figures["rows"]}
-    assert list(rows) == ["warm", "cold", "tmpfs", "tables", "share"]
+    assert list(rows) == ["warm", "cold", "tmpfs", "tables", "share", "share recut"]
     ratios = figures["ratios"]
     for name, row in rows.items():
         assert name in printed
@@ -248,6 +248,7 @@ def test_restore_compares_itself_and_counts_what_it_reads(run: Run) -> None:
     assert ratios["restore_vs_dcp_load"] == rows["warm"]["vs_dcp_load"]
     assert ratios["restore_vs_read_limit"] == rows["cold"]["vs_read_limit"]
     assert ratios["bytes_read_vs_share"] == rows["share"]["read_vs_share"] >= 1
+    assert ratios["bytes_read_vs_share_recut"] == rows["share recut"]["read_vs_share"] >= 1
     assert ratios["exact"] is True
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.config import S3Settings
 from ckpt.errors import BadInputError, ConflictError, CorruptError, NotFoundError
-from ckpt.storage import Storage
+from ckpt.storage import Storage, near
 from ckpt.storage.protocol import OffsetWriter
 
 from .conftest import Backend
@@ -257,6 +257,22 @@ class TestPut:
         assert first.etag != second.etag
         assert storage.read("k") == b"two"
         assert storage.stat("k") == second
+
+    def test_an_object_that_is_near_fills_buffers_in_order(self, backend: Backend) -> None:
+        data = random.Random(1).randbytes(10_000)
+        backend.storage.put("object", data)
+        found = near(backend.storage, "object")
+        if found is None:
+            pytest.skip("this store isn't near")
+        buffers = [memoryview(bytearray(n)) for n in (3000, 1, 4096)]
+        seen: list[bytes] = []
+        with found:
+            found.read_each(17, buffers, lambda buffer: seen.append(bytes(buffer)))
+            assert b"".join(seen) == b"".join(buffers) == data[17 : 17 + 7097]
+            seen.clear()
+            with pytest.raises(CorruptError, match="10000 bytes"):
+                found.read_each(4000, buffers, lambda buffer: seen.append(bytes(buffer)))
+        assert seen == [data[4000:7000], data[7000:7001]]
 
     def test_readers_see_whole_versions_only(self, backend: Backend) -> None:
         storage = backend.storage
