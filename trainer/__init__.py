@@ -9,13 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.loader import LoaderReader
     from trainer.reader import BatchReader
     from trainer.session import Reader, Session
 
-__all__ = ["BatchReader", "Reader", "Session"]
+__all__ = ["BatchReader", "LoaderReader", "Reader", "Session"]
 
 _HOME = {
     "BatchReader": "trainer.reader",
+    "LoaderReader": "trainer.loader",
     "Reader": "trainer.session",
     "Session": "trainer.session",
 }

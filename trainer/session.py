@@ -90,7 +90,11 @@ class Reader(Protocol[B_co]):
         def load_state(self, state: Any, position: int) -> None
 
     what this rank needs to hand out the batches after `position`, plain values and tensors, and its way
-    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused.
+    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused. With
+
+        def check_state(self, state: Any, position: int) -> None
+
+    it is asked before anything is changed, with None for each tensor, and raises BadInputError to refuse.
     """
 
     @property
