@@ -302,6 +302,7 @@ class StatefulPasses:
         self.loader = loader
         self.generators = Generators(loader)
         self.ahead = 0
+        self.finished: Any = None  # a state after which the next pass begins
 
     def fresh(self, epoch: int, begins: int) -> Pass:
         return _StatefulPass(self, epoch, begins, None)
@@ -310,6 +311,7 @@ class StatefulPasses:
         pass  # only the loader knows what it takes
 
     def resumed(self, state: Mapping[str, Any], begins: int) -> Pass:
+        self.finished = state["loader"] if state["ended"] else None
         return _StatefulPass(self, int(state["epoch"]), begins, state)
 
 
@@ -330,8 +332,17 @@ class _StatefulPass:
 
     def start(self) -> None:
         p, resumed = self._passes, self._resumed
-        if resumed is None:
+        finished, p.finished = p.finished, None
+        if resumed is None and finished is None:
             self._iterator = iter(p.loader)
+        elif resumed is None:
+            now = p.generators.state()
+            p.loader.load_state_dict(finished)
+            self._iterator = iter(p.loader)
+            p.generators.set(now)
+            # What an iterator draws when it is made. The one of the finished pass has drawn, too.
+            seed_of = getattr(p.loader, "generator", None)
+            torch.empty((), dtype=torch.int64).random_(generator=seed_of)
         else:
             now = p.generators.state()
             p.loader.load_state_dict(resumed["loader"])

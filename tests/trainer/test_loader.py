@@ -172,3 +172,67 @@ def test_goes_on_from_any_batch_in_another_process(name: str) -> None:
         again.load_state(state, position)
         assert again.position == position
         assert rest(again) == want[position:], position
+
+
+class Stateful:
+    """A loader with a state of its own over an endless stream, as torchdata's behaves: it draws when it begins."""
+
+    batch_size = 4
+
+    def __init__(self, batches: int = 6) -> None:
+        self.batches, self.at, self.passes, self.asked = batches, 0, 0, 0
+        self.done = False
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"at": self.at, "passes": self.passes, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.passes, self.done = state["at"], state["passes"], state["done"]
+        self.loaded = not self.done
+
+    loaded = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        torch.rand(())
+        if self.loaded:
+            self.loaded = False
+        else:
+            self.at, self.passes, self.done = 0, self.passes + 1, False
+        return self.rest()
+
+    def rest(self) -> Iterator[Tensor]:
+        while self.at < self.batches:
+            self.at += 1
+            yield torch.tensor([self.passes, self.at])
+        self.done = True
+
+
+def lives(
+    make: Callable[[], Any], in_flight: int = 0
+) -> tuple[list[Any], list[tuple[int, dict[str, Any], dict[str, Any]]]]:
+    """All batches of a life that nothing interrupts, and its states, taken as by a session."""
+    seed(1)
+    reader = LoaderReader(make())
+    want: list[Any] = []
+    states = []
+    while (epoch := reader.epoch) < EPOCHS:
+        for batch in reader:
+            want.append((epoch, taken(batch)))
+            if len(want) > in_flight:
+                position = reader.position - in_flight
+                states.append((position, reader.state_at(position), RngState().state_dict()))
+    return want, states
+
+
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_a_loader_with_a_state_gets_its_own_back(in_flight: int) -> None:
+    want, states = lives(Stateful, in_flight)
+    for position, state, generators in states:
+        again = LoaderReader(Stateful())
+        RngState().load_state_dict(generators)
+        again.load_state(state, position)
+        got = rest(again)
+        assert [(e, b[0]) for e, b in got] == [(e, b[0]) for e, b in want[position:]], position
+        if not in_flight:
+            assert got == want[position:], position
