@@ -175,7 +175,7 @@ def test_goes_on_from_any_batch_in_another_process(name: str) -> None:
 
 
 class Stateful:
-    """A loader with a state of its own over an endless stream, as torchdata's behaves: it draws when it begins."""
+    """A loader with a state of its own, as torchdata's: it draws when it begins, and has no length."""
 
     batch_size = 4
 

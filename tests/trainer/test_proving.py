@@ -1,0 +1,176 @@
+"""Trainings that resume exactly, and others that leave something out: the cause is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ckpt.errors import InexactError
+from trainer import BatchReader, LoaderReader, Session, prove_resume
+
+X = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Training:
+    """What a script builds at each start. Subclasses leave something out."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.reader: Any = LoaderReader(DataLoader(X, 8, shuffle=True))
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(batch).square().mean()
+
+    def run(self, root: str, until: int, save_every: int) -> None:
+        with Session(root, self.state(), self.reader, save_every=save_every) as session:
+            while session.steps < until:
+                for batch in session.batches():
+                    self.optimizer.zero_grad()
+                    loss = self.loss(batch)
+                    loss.backward()
+                    self.optimizer.step()
+                    self.schedule.step()
+                    session.step(loss=loss)
+                    if session.steps == until:
+                        break
+
+
+class OwnDropout(Training):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(3)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        keep = torch.rand(batch.shape, generator=self.noise) > 0.5
+        return super().loss(batch * keep)
+
+
+class Astray(BatchReader[Tensor]):
+    """Says that it is where it was, and begins with the first batch."""
+
+    lost = 0
+
+    def seek(self, position: int) -> None:
+        super().seek(position)
+        self.lost = position
+
+    def indices(self, position: int) -> Tensor:
+        return super().indices(position - self.lost)
+
+
+class LostReader(Training):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Astray(len(X), 8, lambda index: X[index])
+
+
+class NoSchedule(Training):
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+class NoOptimizer(Training):
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model}
+
+
+class Hidden(Training):
+    """Counts for itself how strong its noise is."""
+
+    strength = 0.0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.strength += 0.1
+        return super().loss(batch) * self.strength
+
+
+class Drawing(Training):
+    """Draws once after each start, beside the generators that were restored."""
+
+    begun = False
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if not self.begun:
+            self.begun = True
+            torch.rand(3)
+        return super().loss(batch)
+
+
+class LateState(Training):
+    """An optimizer that keeps an average from the eighth step of a process on."""
+
+    count = 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 7:
+            for p in self.model.parameters():
+                self.optimizer.state[p].setdefault("late", torch.zeros_like(p))
+        return super().loss(batch)
+
+
+def life_of(kind: type[Training]) -> Callable[[str, int, int], None]:
+    return lambda root, until, save_every: kind().run(root, until, save_every)
+
+
+def test_an_exact_resume_is_proved(tmp_path: Path) -> None:
+    proof = prove_resume(life_of(Training), at=7, steps=8, folder=tmp_path / "proof")
+    assert proof.exact
+    assert (proof.losses, proof.differences, proof.first_step) == (8, (), None)
+    assert (
+        str(proof)
+        == f"exact: 8 of 8 losses and {proof.entries} of {proof.entries} entries are equal"
+    )
+    assert 25 < proof.entries < 100
+    assert json.loads(json.dumps(proof.as_dict()))["exact"] is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "told", "first_step", "key"),
+    [
+        (OwnDropout, "generator", "the torch.Generator 'noise' differs", 8, "model.0.weight"),
+        (LostReader, "reader", "other batches, from batch 8 on", 8, "model.0.weight"),
+        (NoSchedule, "learning_rate", "put the scheduler into the", None, "model.0.weight"),
+        (NoOptimizer, "optimizer", "SGD steps and isn't in the state", 9, "model.0.weight"),
+        (Hidden, "unknown", "such as an attribute", 8, "model.0.weight"),
+        (
+            Drawing,
+            "generator",
+            "torch's generator of the process differs at step 8",
+            8,
+            "model.0.weight",
+        ),
+        (LateState, "late_state", "optimizer.state.0.weight.late is in one", None, None),
+    ],
+)
+def test_what_is_left_out_is_named(
+    kind: type[Training],
+    cause: str,
+    told: str,
+    first_step: int | None,
+    key: str | None,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InexactError, match="not exact: ") as e:
+        prove_resume(life_of(kind), at=7, steps=3, folder=tmp_path / "proof")
+    proof = e.value.proof
+    assert proof.cause.name == cause, str(e.value)
+    assert told in str(e.value)
+    assert "\n" not in str(e.value)
+    assert proof.first_step == first_step
+    if key is not None:
+        assert proof.differences[0].key == key
+        assert f"first {key} (" in str(e.value)
