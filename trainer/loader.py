@@ -52,6 +52,7 @@ class LoaderReader(Generic[B]):
         self._batch_size = batch_size or _batch_size(loader) * (
             dist.get_world_size() if joined else 1
         )
+        self._left: Mapping[str, Any] | None = None  # what the newest goes on from, if it was left
         self._open: deque[Pass] = deque(maxlen=2)  # the newest, and one that is still in flight
         self._position = 0
         self._next_epoch = 0
@@ -86,6 +87,7 @@ class LoaderReader(Generic[B]):
     def seek(self, position: int) -> None:
         """Go to the beginning, or to a batch of the epoch in which it stands or of the one before."""
         if position == 0:
+            self._left = None
             self._open.clear()
             self._position = self._next_epoch = 0
         else:
@@ -95,9 +97,7 @@ class LoaderReader(Generic[B]):
         """What this rank needs to hand out the batches after `position`."""
         for a_pass in reversed(self._open):
             if a_pass.begins <= position <= self._position:
-                return {"kind": type(self._passes).__name__} | a_pass.state(
-                    position - a_pass.begins
-                )
+                return a_pass.state(position - a_pass.begins)
         if position == self._position == 0:
             return self._passes.fresh(0, 0).state(0)
         raise BadInputError(
@@ -107,7 +107,7 @@ class LoaderReader(Generic[B]):
 
     def check_state(self, state: Mapping[str, Any], position: int) -> None:
         """BadInputError if this loader would go on with other batches. Nothing is changed."""
-        if state["kind"] != type(self._passes).__name__:
+        if ("loader" in state) != isinstance(self._passes, StatefulPasses):
             raise BadInputError(
                 "the checkpoint was saved by a loader of another kind: one is a DataLoader, the other has a "
                 "state of its own; use the kind that it was saved with"
@@ -116,12 +116,16 @@ class LoaderReader(Generic[B]):
 
     def load_state(self, state: Mapping[str, Any], position: int) -> None:
         """Go on after `position`, where a reader had this state. In the place of `seek`."""
+        self._left = None
         self._open.clear()
         self._open.append(self._passes.resumed(state, position - int(state["batches"])))
         self._position = position
 
     def __iter__(self) -> Iterator[B]:
         """The batches from the present position to the end of its epoch."""
+        if self._left is not None:
+            self._open[-1] = self._passes.resumed(self._left, self._open[-1].begins)
+            self._left = None
         if self._open and self._full(self._open[-1]):
             while (batch := self._open[-1].next()) is not END:  # its length was wrong
                 self._position += 1
@@ -129,9 +133,14 @@ class LoaderReader(Generic[B]):
         if not self._open or self._open[-1].ended:
             self._open.append(self._passes.fresh(self.epoch, self._position))
         newest = self._open[-1]
-        while (batch := newest.next()) is not END:
-            self._position += 1
-            yield batch
+        try:
+            while (batch := newest.next()) is not END:
+                self._position += 1
+                yield batch
+        finally:
+            left = newest.leave(self._position - newest.begins)
+            if left is not None and newest is self._open[-1]:
+                self._left = left
 
     def _full(self, a_pass: Pass) -> bool:
         """Has it handed out as much as it has, for all that is known?"""

@@ -28,6 +28,8 @@ class Pass(Protocol):
     def start(self) -> None: ...
     def next(self) -> Any: ...
     def state(self, batches: int) -> dict[str, Any]: ...
+    def leave(self, batches: int) -> Mapping[str, Any] | None:
+        """Nobody takes further batches for now; what to resume from if somebody does, else it goes on."""
 
 
 class Passes(Protocol):
@@ -270,7 +272,8 @@ class _IndexedPass:
             self.start()
         assert self._iterator is not None
         batch = next(self._iterator, END)
-        self.ended = batch is END
+        if batch is END:
+            self.ended, self._iterator = True, None
         if not self._trimmed and self._begun is not None:
             # The sampler has begun. Python's and NumPy's are large, and few draw from them.
             now, self._trimmed = self._passes.generators.state(), True
@@ -278,6 +281,13 @@ class _IndexedPass:
                 if self._begun[name] == now[name]:
                     del self._begun[name]
         return batch
+
+    def leave(self, batches: int) -> Mapping[str, Any] | None:
+        """A loop's workers end with it, not when the garbage collector finds them: that takes seconds."""
+        if self.ended or self._iterator is None:
+            return None
+        self._iterator = None
+        return self.state(batches)
 
     def state(self, batches: int) -> dict[str, Any]:
         began = self._order is not None and self._begun is not None
@@ -367,6 +377,9 @@ class _StatefulPass:
             if self._passes.ahead or self._handed == length(self._passes.loader):
                 self._keep()
         return batch
+
+    def leave(self, batches: int) -> None:
+        pass  # the loader has its iterator
 
     def _keep(self) -> None:
         self._kept.append((self._handed, copy.deepcopy(self._passes.loader.state_dict())))

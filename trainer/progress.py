@@ -58,8 +58,8 @@ class Progress:
             return
         try:
             self._check_size(state.get("batch_size"))
-            self._check_own(state.get("reader"), int(state["position"]))
             self._check_data(state.get("data"), int(state["position"]))
+            self._check_own(state.get("reader"), int(state["position"]))
         except BadInputError as e:
             raise BadInputError(f"{e}; or {self._way_out}") from None
 

@@ -1,7 +1,9 @@
 """A DataLoader as a session's reader: the order of batches is that of an uninterrupted run, bit for bit."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,7 @@ class Stateful:
     """A loader with a state of its own, as torchdata's: it draws when it begins, and has no length."""
 
     batch_size = 4
+    dataset = range(COUNT)
 
     def __init__(self, batches: int = 6) -> None:
         self.batches, self.at, self.passes, self.asked = batches, 0, 0, 0
@@ -236,3 +239,219 @@ def test_a_loader_with_a_state_gets_its_own_back(in_flight: int) -> None:
         assert [(e, b[0]) for e, b in got] == [(e, b[0]) for e, b in want[position:]], position
         if not in_flight:
             assert got == want[position:], position
+
+
+def trained(
+    root: Path, loader: Any, until: int, *, save_every: int = 5, epochs: int = 99, **how: Any
+) -> list[Any]:
+    """The batches of one life in a session; it trains nothing but draws."""
+    seen: list[Any] = []
+    reader: LoaderReader[Any] = LoaderReader(loader, **how)
+    with Session(root, {"w": torch.zeros(2)}, reader, save_every=save_every) as session:
+        while session.steps < until and reader.epoch < epochs:
+            for batch in session.batches():
+                seen.append((reader.epoch, taken(batch)))
+                session.step()
+                if session.steps == until:
+                    break
+    return seen
+
+
+@pytest.mark.parametrize("name", ["shuffled", "shuffled, two workers", "distributed"])
+def test_a_session_resumes_at_the_exact_batch(name: str, tmp_path: Path) -> None:
+    seed(1)
+    whole = trained(tmp_path / "whole", LOADERS[name](), 17)
+    seed(1)
+    parts = []
+    for until in (2, 6, 7, 12, 17):
+        parts += trained(tmp_path / "cut", LOADERS[name](), until)
+        seed(until)
+    assert [b for _, b in parts] == [b for _, b in whole]
+
+
+def test_a_run_of_epochs_that_has_ended_trains_no_more(tmp_path: Path) -> None:
+    assert len(trained(tmp_path, plain(shuffle=True), 99, save_every=6, epochs=2)) == 12
+    assert trained(tmp_path, plain(shuffle=True), 99, save_every=6, epochs=2) == []
+    assert len(trained(tmp_path, plain(shuffle=True), 99, save_every=6, epochs=3)) == 6
+
+
+def test_skips_without_loading(tmp_path: Path) -> None:
+    trained(tmp_path, plain(shuffle=True), 4)
+    loader = plain(shuffle=True)
+    trained(tmp_path, loader, 5)
+    assert len(loader.dataset.loaded) == 4
+
+
+def test_batches_in_flight_are_read_again(tmp_path: Path) -> None:
+    """A pipeline that reads two ahead, also across the end of an epoch."""
+
+    def run(root: Path, until: int) -> list[Any]:
+        reader: LoaderReader[Any] = LoaderReader(plain(shuffle=True, generator=seeded()))
+        got = []
+        with suppress(KeyboardInterrupt), Session(root, {}, reader, save_every=1) as session:
+
+            def endless() -> Iterator[Any]:
+                while True:
+                    yield from session.batches()
+
+            batches = endless()
+            queue = [next(batches), next(batches)]
+            while session.steps < until:
+                queue.append(next(batches))
+                got.append(queue.pop(0)[:, 0].tolist())
+                session.step(in_flight=2)
+            raise KeyboardInterrupt
+        return got
+
+    whole = run(tmp_path / "whole", 15)
+    parts = []
+    for until in (3, 5, 6, 7, 11, 15):
+        parts += run(tmp_path / "cut", until)
+    assert parts == whole
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: plain(shuffle=False), "other samples than those of the checkpoint"),
+        (lambda: DataLoader(Numbers(24), 4, shuffle=True), "samples 23 there and 24 here"),
+        (
+            lambda: DataLoader(Numbers(), 5, shuffle=True),
+            "batches of 4 samples and the reader's have 5",
+        ),
+        (
+            lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(8))),
+            "first 4 batches of epoch 0, which has only 2 here",
+        ),
+        (Stateful, "a loader of another kind"),
+    ],
+)
+def test_other_data_or_another_order_is_refused(
+    loader: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    trained(tmp_path, plain(shuffle=True), 4)
+    before = torch.get_rng_state()
+    with pytest.raises(BadInputError, match=message) as e:
+        trained(tmp_path, loader(), 9)
+    assert "begin the data anew with restore=RestoreTerms(exclude=" in str(e.value)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_that_draws_while_the_epoch_runs_is_refused_not_wrong(tmp_path: Path) -> None:
+    class Lazy:
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(COUNT):
+                yield int(torch.randint(COUNT, ()))
+
+    trained(tmp_path, DataLoader(Numbers(), 4, sampler=Lazy()), 4)
+    with pytest.raises(BadInputError, match="a sampler that draws while the epoch runs"):
+        trained(tmp_path, DataLoader(Numbers(), 4, sampler=Lazy()), 9)
+
+
+def test_an_identity_tells_other_samples(tmp_path: Path) -> None:
+    trained(tmp_path, plain(), 4, identity="a")
+    with pytest.raises(BadInputError, match="identity 'a' there and 'b' here"):
+        trained(tmp_path, plain(), 9, identity="b")
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), 4), "Stream is an IterableDataset, of which nothing can be"),
+        (lambda: DataLoader(Numbers(), 4, num_workers=1, in_order=False), "in_order=False"),
+        (lambda: [1, 2], "a list is no torch DataLoader and has no state_dict"),
+        (
+            lambda: DataLoader(Numbers(), batch_size=None),
+            "pass batch_size=, that of a global batch",
+        ),
+    ],
+)
+def test_loaders_that_cannot_be_resumed_are_refused(
+    loader: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        LoaderReader(loader())
+
+
+def test_a_global_batch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    assert LoaderReader(plain()).batch_size == 12
+    assert LoaderReader(plain(), batch_size=10).batch_size == 10
+
+
+def test_a_rank_that_has_joined_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInputError, match="WORLD_SIZE is 2 and this process is in no process"):
+        LoaderReader(plain())
+
+
+def test_a_loader_whose_workers_died_is_read_again_from_where_it_was() -> None:
+    reader = reader_of("workers that stay")
+    batches = iter(reader)
+    want = [next(batches).tolist() for _ in range(2)]
+    reader.seek(reader.position)
+    want += [b.tolist() for b in reader]
+    assert want == [b.tolist() for b in reader_of("workers that stay")]
+
+
+def test_a_reader_seeks_only_where_it_has_been() -> None:
+    reader = reader_of("shuffled by a generator")
+    first = [b[:, 0].tolist() for b in reader]
+    reader.seek(3)
+    assert reader.epoch == 0
+    assert [b[:, 0].tolist() for b in reader] == first[3:]
+    with pytest.raises(
+        BadInputError, match="after batch 7 isn't kept: this reader has handed out 6"
+    ):
+        reader.seek(7)
+
+
+def test_torchdatas_own_loader(tmp_path: Path) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+
+    def make(**how: Any) -> Any:
+        return torchdata.StatefulDataLoader(Numbers(), 4, **how)
+
+    for how in (
+        {},
+        {"shuffle": True},
+        {"shuffle": True, "num_workers": 2},
+        {"shuffle": True, "generator": None, "num_workers": 2, "persistent_workers": True},
+    ):
+        want, states = lives(lambda how=how: make(**how))
+        for position, state, generators in states[::5] + states[5:6]:
+            seed(99)
+            again = LoaderReader(make(**how))
+            RngState().load_state_dict(generators)
+            again.check_state(state, position)
+            again.load_state(state, position)
+            assert rest(again) == want[position:]
+    seed(1)
+    whole = trained(tmp_path / "whole", make(shuffle=True), 17)
+    seed(1)
+    parts = []
+    for until in (2, 6, 7, 12, 17):
+        parts += trained(tmp_path / "cut", make(shuffle=True), until)
+        seed(until)
+    assert [b for _, b in parts] == [b for _, b in whole]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "a generator, two workers", "workers that stay"])
+def test_a_loop_that_is_left_goes_on_where_it_was(name: str) -> None:
+    seed(1)
+    want = rest(reader_of(name))
+    seed(1)
+    reader, got = reader_of(name), []
+    while (epoch := reader.epoch) < EPOCHS:
+        for batch in reader:
+            got.append((epoch, taken(batch)))
+            if len(got) % 4 == 0:
+                break
+    assert got == want
