@@ -1,6 +1,9 @@
 """Trainings that resume exactly, and others that leave something out: the cause is named."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ckpt.errors import InexactError
+from tests import warm
+from tests.trainer.launch import run_ranks
 from trainer import BatchReader, LoaderReader, Session, prove_resume
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
@@ -174,3 +179,88 @@ def test_what_is_left_out_is_named(
     if key is not None:
         assert proof.differences[0].key == key
         assert f"first {key} (" in str(e.value)
+
+
+KINDS = {kind.__name__: kind for kind in (Training, OwnDropout, NoSchedule)}
+
+
+def test_several_ranks_prove_together(tmp_path: Path) -> None:
+    """A static graph regroups DistributedDataParallel's buckets after the first iteration of a life."""
+    for end in run_ranks("tests.trainer.proving_ranks", tmp_path, ranks=4, restarts=0):
+        assert end.returncode == 0, end.stderr
+    told = [json.loads((tmp_path / f"told-r{rank}.json").read_text()) for rank in range(4)]
+    assert told[1:] == told[:1] * 3
+    assert told[0]["False"]["exact"]
+    assert told[0]["False"]["losses"] == 5
+    assert told[0]["True"]["cause"]["name"] == "ddp_buckets"
+
+
+def prove(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainer.cli", "prove-resume", *args]
+    return warm.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
+
+
+def prove_script(kind: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    script = (sys.executable, "-m", "tests.trainer.proved_script")
+    return prove(*args, "--", *script, "{root}", "{until}", "{save_every}", kind)
+
+
+def test_a_command_is_proved_in_fresh_processes(tmp_path: Path) -> None:
+    end = prove_script("Training", "--at", "7", "--steps", "3", "--root", tmp_path / "kept")
+    assert (end.returncode, end.stderr) == (0, "")
+    assert end.stdout.startswith("exact: 3 of 3 losses and ")
+    assert {"straight", "resumed"} <= {p.name for p in (tmp_path / "kept").iterdir()}
+    again = prove_script("Training", "--root", tmp_path / "kept")
+    assert again.returncode == 2
+    assert "isn't empty; name a new folder" in again.stderr
+
+
+def test_a_command_that_is_not_exact_ends_with_9_and_says_why(tmp_path: Path) -> None:
+    end = prove_script(
+        "OwnDropout", "--at", "3", "--steps", "2", "--json", "--root", tmp_path / "kept"
+    )
+    assert end.returncode == 9
+    told = json.loads(end.stdout)
+    assert told["cause"]["name"] == "generator"
+    assert told["first_step"] == 4
+    assert told["differences"][0]["key"] == "model.0.weight"
+    assert end.stderr.count("\n") == 1
+    assert "error: not exact: step 4 is the first whose loss differs" in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ([], 2, "name what to prove: --config FILE, or a command after --"),
+        (["--", "train.py", "{root}", "{until}"], 2, "the command has no {save_every}"),
+        (["--", "/no/such", "{root}{until}{save_every}"], 2, "/no/such: can't be started"),
+        (
+            ["--", sys.executable, "-c", "print('{root}{until}{save_every}'); raise OSError('oh')"],
+            1,
+            "the command ended with 1: OSError: oh; see ",
+        ),
+        (
+            ["--", sys.executable, "-c", "'{root}{until}{save_every}'"],
+            2,
+            "has no checkpoint of step 20, but of none: the training must keep its root where",
+        ),
+    ],
+)
+def test_a_command_that_cannot_be_proved_is_told_why(
+    args: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    end = prove("--root", tmp_path / "kept", *args)
+    assert message in end.stderr
+    assert end.returncode == code
+
+
+def test_the_reference_trainer_is_proved_and_leaves_its_own_root_alone(tmp_path: Path) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(
+        f'[run]\nroot = "{tmp_path}/own"\nresult = "{tmp_path}/own.json"\nledger = "{tmp_path}/own-ledger"\n'
+        f'device = "cpu"\n[proof]\ndir = "{tmp_path}/own-proof"\n[checkpoint]\nkeep_last = 1\n'
+    )
+    end = prove("--config", config, "--nproc-per-node", "2", "--at", "5", "--steps", "4")
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.startswith("exact: 4 of 4 losses and ")
+    assert [p.name for p in tmp_path.iterdir()] == ["train.toml"]
