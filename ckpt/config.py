@@ -346,12 +346,12 @@ def spool_folders() -> tuple[Path, ...]:
     return tuple(folders)
 
 
-PROOF_VARIABLE = "SIDESTAGE_PROOF_DIR"
+TRACE_VARIABLE = "SIDESTAGE_TRACE_DIR"
 
 
-def proof_folder() -> Path | None:
+def trace_folder() -> Path | None:
     """Where sessions of this process trace their steps, while a resume is proved; None: they don't."""
-    named = os.environ.get(PROOF_VARIABLE)
+    named = os.environ.get(TRACE_VARIABLE)
     return Path(named) if named else None
 
 

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.config import check_joined
 from ckpt.errors import BadInputError
-from trainer.passes import END, IndexedPasses, Pass, Passes, StatefulPasses, length
+from trainer.indexed import IndexedPasses
+from trainer.passes import END, Pass, Passes, length
+from trainer.stateful import StatefulPasses
 
 B = TypeVar("B")
 
@@ -56,6 +58,7 @@ class LoaderReader(Generic[B]):
         self._open: deque[Pass] = deque(maxlen=2)  # the newest, and one that is still in flight
         self._position = 0
         self._next_epoch = 0
+        self._turn = 0  # the iterator that may take batches
 
     @property
     def batch_size(self) -> int:
@@ -87,8 +90,7 @@ class LoaderReader(Generic[B]):
     def seek(self, position: int) -> None:
         """Go to the beginning, or to a batch of the epoch in which it stands or of the one before."""
         if position == 0:
-            self._left = None
-            self._open.clear()
+            self._forget()
             self._position = self._next_epoch = 0
         else:
             self.load_state(self.state_at(position), position)
@@ -116,31 +118,41 @@ class LoaderReader(Generic[B]):
 
     def load_state(self, state: Mapping[str, Any], position: int) -> None:
         """Go on after `position`, where a reader had this state. In the place of `seek`."""
-        self._left = None
-        self._open.clear()
+        self._forget()
         self._open.append(self._passes.resumed(state, position - int(state["batches"])))
         self._position = position
 
     def __iter__(self) -> Iterator[B]:
         """The batches from the present position to the end of its epoch."""
+        self._turn += 1
+        turn = self._turn
         if self._left is not None:
-            self._open[-1] = self._passes.resumed(self._left, self._open[-1].begins)
-            self._left = None
+            left, self._left = self._left, None
+            self._open[-1] = self._passes.resumed(left, self._open[-1].begins)
         if self._open and self._full(self._open[-1]):
-            while (batch := self._open[-1].next()) is not END:  # its length was wrong
-                self._position += 1
-                yield batch
+            yield from self._rest(self._open[-1], turn)  # nothing, if its length is right
         if not self._open or self._open[-1].ended:
             self._open.append(self._passes.fresh(self.epoch, self._position))
-        newest = self._open[-1]
+        yield from self._rest(self._open[-1], turn)
+
+    def _rest(self, a_pass: Pass, turn: int) -> Iterator[B]:
         try:
-            while (batch := newest.next()) is not END:
+            while (batch := a_pass.next()) is not END:
                 self._position += 1
                 yield batch
+                if turn != self._turn:
+                    raise BadInputError(
+                        "this iterator's reader was iterated anew, or has gone elsewhere, since it gave its "
+                        "last batch: take batches from the newest iterator only"
+                    )
         finally:
-            left = newest.leave(self._position - newest.begins)
-            if left is not None and newest is self._open[-1]:
-                self._left = left
+            if turn == self._turn:
+                self._left = a_pass.leave(self._position - a_pass.begins)
+
+    def _forget(self) -> None:
+        self._turn += 1
+        self._left = None
+        self._open.clear()
 
     def _full(self, a_pass: Pass) -> bool:
         """Has it handed out as much as it has, for all that is known?"""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ckpt.branch import create_branch
 from ckpt.catalog import Catalog
-from ckpt.config import PROOF_VARIABLE, check_joined
+from ckpt.config import TRACE_VARIABLE, check_joined
 from ckpt.equality import Difference, compare
 from ckpt.errors import BadInputError, CorruptError, InexactError, NotFoundError, SidestageError
 from ckpt.lineage import CommitInfo
@@ -58,6 +58,8 @@ class ResumeProof:
             losses = f"{self.losses} of {self.steps} losses and " if self.losses else ""
             return f"exact: {losses}{equal} of {self.entries} entries are equal"
         parts = []
+        if self.first_step is None and not self.differences:
+            parts.append("batches differ")
         if self.first_step is not None:
             parts.append(f"step {self.first_step} is the first whose loss differs")
         if self.differences:
@@ -97,14 +99,14 @@ def prove_resume(
     with scratch(folder) as place:
 
         def run(root: Path, until: int, trace: Path) -> None:
-            before = os.environ.get(PROOF_VARIABLE)
-            os.environ[PROOF_VARIABLE] = str(trace)
+            before = os.environ.get(TRACE_VARIABLE)
+            os.environ[TRACE_VARIABLE] = str(trace)
             try:
                 life(str(root), until, at)
             finally:
-                os.environ.pop(PROOF_VARIABLE)
+                os.environ.pop(TRACE_VARIABLE)
                 if before is not None:
-                    os.environ[PROOF_VARIABLE] = before
+                    os.environ[TRACE_VARIABLE] = before
 
         return prove(run, at, steps, place)
 

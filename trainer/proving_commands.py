@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.config import PROOF_VARIABLE
+from ckpt.config import TRACE_VARIABLE
 from ckpt.errors import BadInputError, SidestageError
 from trainer.config import launched_place, load_config
 
@@ -62,7 +62,7 @@ class CommandLife:
             try:
                 code = subprocess.run(
                     command,
-                    env={**os.environ, PROOF_VARIABLE: str(trace)},
+                    env={**os.environ, TRACE_VARIABLE: str(trace)},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
-from ckpt.config import proof_folder, restart_count
+from ckpt.config import restart_count, trace_folder
 from ckpt.coordinator import join, revive
 from ckpt.errors import BadInputError, ConflictError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
@@ -239,7 +239,7 @@ class Session(Generic[B_co]):
             with self._ledger.span("pre_train"):
                 self._begin()
             self._entered = True
-            if (folder := proof_folder()) is not None:
+            if (folder := trace_folder()) is not None:
                 self._trace = StepTrace(folder, _rank(), self.state)
             self._tick(self.steps)  # asked while it restored: nothing is trained
         except BaseException as e:

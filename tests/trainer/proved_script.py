@@ -1,4 +1,4 @@
-"""A training script of somebody's own, for `trainer prove-resume -- COMMAND`: root, last step, saves, kind."""
+"""A training script for `trainer prove-resume -- COMMAND`: root, last step, steps between saves, kind."""
 
 import sys
 

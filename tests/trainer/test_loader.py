@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from ckpt import RngState
 from ckpt.errors import BadInputError
+from tests.trainer.launch import run_ranks
 from trainer import LoaderReader, Session
 
 COUNT = 23
@@ -455,3 +456,91 @@ def test_a_loop_that_is_left_goes_on_where_it_was(name: str) -> None:
             if len(got) % 4 == 0:
                 break
     assert got == want
+
+
+def test_the_example_of_the_documentation_resumes(tmp_path: Path) -> None:
+    """docs/training.md: interrupted in the middle of its second epoch, and begun again."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = text.partition("## A DataLoader as the reader")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    assert '"/tmp/run"' in example
+
+    def run(root: Path, stop: int | None = None) -> list[Tensor]:
+        seen: list[Tensor] = []
+        code = example.replace("/tmp/run", str(root)).replace(
+            "            loss =", "            note(features)\n            loss ="
+        )
+
+        def note(features: Tensor) -> None:
+            if stop is not None and len(seen) == stop:
+                raise KeyboardInterrupt
+            seen.append(features)
+
+        with suppress(KeyboardInterrupt):
+            exec(code, {"note": note})
+        return seen
+
+    whole = run(tmp_path / "whole")
+    parts = run(tmp_path / "cut", 45)[:40] + run(tmp_path / "cut")
+    assert len(whole) == 96
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_ranks_whose_pipeline_reads_ahead_resume_exactly_and_only_as_many(tmp_path: Path) -> None:
+    """In the middle of an epoch, and at the end of one; TrainPipelineSparseDist at two ranks."""
+    out = tmp_path / "told"
+    for end in run_ranks("tests.trainer.loader_ranks", tmp_path, out, ranks=2, restarts=0):
+        assert end.returncode == 0, end.stderr
+    assert [line[:24] for line in out.read_text().splitlines()] == ["exact: 6 of 6 losses and"] * 2
+    (end,) = run_ranks("tests.trainer.loader_ranks", tmp_path, out, ranks=1, restarts=0)
+    assert end.returncode == 0, end.stderr
+    assert "the reader's state belongs to each of the ranks that saved it" in out.read_text()
+
+
+def test_a_loader_that_begins_with_its_first_batch_is_refused() -> None:
+    class Moving(DataLoader[Tensor]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                yield batch + 1
+
+    with pytest.raises(BadInputError, match=r"Moving.__iter__ is a generator, which begins with"):
+        next(iter(LoaderReader(Moving(Numbers(), 4))))
+
+
+@pytest.mark.parametrize("make", [lambda: plain(shuffle=True, generator=seeded()), Stateful])
+def test_only_the_newest_iterator_gives_batches(make: Callable[[], Any]) -> None:
+    seed(1)
+    want = [b.tolist() for b in LoaderReader(make())]
+    seed(1)
+    reader = LoaderReader(make())
+    first = iter(reader)
+    got = [next(first).tolist()]
+    second = iter(reader)
+    got.append(next(second).tolist())
+    with pytest.raises(BadInputError, match="take batches from the newest iterator only"):
+        next(first)
+    got += [b.tolist() for b in second]
+    assert got == want
+    reader.seek(0)
+    third = iter(reader)
+    next(third)
+    reader.seek(0)
+    with pytest.raises(BadInputError, match="or has gone elsewhere"):
+        next(third)
+
+
+@pytest.mark.parametrize("generator", [None, 5])
+def test_what_workers_draw_is_exact_from_the_end_of_an_epoch(generator: int | None) -> None:
+    def make() -> DataLoader[Tensor]:
+        own = None if generator is None else torch.Generator().manual_seed(generator)
+        return DataLoader(Numbers(noisy=True), 4, shuffle=True, num_workers=2, generator=own)
+
+    want, states = lives(make)
+    assert len({noise for _, (samples, _) in want for _, noise in samples}) > COUNT
+    position, state, generators = states[5]
+    seed(99)
+    again = LoaderReader(make())
+    RngState().load_state_dict(generators)
+    again.check_state(state, position)
+    again.load_state(state, position)
+    assert rest(again) == want[position:]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import trainer
 from ckpt.errors import InexactError
 from tests import warm
 from tests.trainer.launch import run_ranks
@@ -181,6 +182,23 @@ def test_what_is_left_out_is_named(
         assert f"first {key} (" in str(e.value)
 
 
+class Deaf(BatchReader[Tensor]):
+    def seek(self, position: int) -> None:
+        pass
+
+
+def test_a_life_that_cannot_resume_is_not_exact(tmp_path: Path) -> None:
+    class Unsought(Training):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reader = Deaf(len(X), 8, lambda index: X[index])
+
+    with pytest.raises(
+        InexactError, match="resumes at step 7 failed: step 8 trained on no batch: the reader has"
+    ):
+        prove_resume(life_of(Unsought), at=7, steps=3, folder=tmp_path / "proof")
+
+
 KINDS = {kind.__name__: kind for kind in (Training, OwnDropout, NoSchedule)}
 
 
@@ -264,3 +282,26 @@ def test_the_reference_trainer_is_proved_and_leaves_its_own_root_alone(tmp_path:
     assert end.returncode == 0, end.stderr
     assert end.stdout.startswith("exact: 4 of 4 losses and ")
     assert [p.name for p in tmp_path.iterdir()] == ["train.toml"]
+
+
+def test_the_example_of_the_documentation_proves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    example = text.partition("### Prove it")[2].partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def build() -> tuple[Any, ...]:
+        training = Training()
+        return training.model, training.optimizer, training.reader
+
+    def train_step(model: Any, optimizer: Any, batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    exec(example, {"build": build, "train_step": train_step, "trainer": trainer})
+    assert capsys.readouterr().out.startswith("exact: 5 of 5 losses and ")
+    assert list(tmp_path.iterdir()) == []  # where all is equal nothing is kept
