@@ -78,14 +78,9 @@ class LoaderReader(Generic[B]):
         return newest.epoch + (newest.ended or self._full(newest))
 
     @property
-    def data(self) -> dict[str, Any]:
-        """What positions count: the samples of the dataset, if it tells."""
-        told: dict[str, Any] = {}
-        with suppress(AttributeError, TypeError, NotImplementedError):
-            told["samples"] = len(self._loader.dataset)
-        if self._identity is not None:
-            told["identity"] = self._identity
-        return told
+    def data(self) -> dict[str, Any] | None:
+        """What tells these samples from others. How many a rank has is in its own state."""
+        return None if self._identity is None else {"identity": self._identity}
 
     def seek(self, position: int) -> None:
         """Go to the beginning, or to a batch of the epoch in which it stands or of the one before."""
@@ -99,9 +94,9 @@ class LoaderReader(Generic[B]):
         """What this rank needs to hand out the batches after `position`."""
         for a_pass in reversed(self._open):
             if a_pass.begins <= position <= self._position:
-                return a_pass.state(position - a_pass.begins)
+                return self._told(a_pass, position)
         if position == self._position == 0:
-            return self._passes.fresh(0, 0).state(0)
+            return self._told(self._passes.fresh(0, 0), 0)
         raise BadInputError(
             f"the loader's state after batch {position} isn't kept: this reader has handed out "
             f"{self._position}, and knows the epoch of the newest and the one before"
@@ -113,6 +108,11 @@ class LoaderReader(Generic[B]):
             raise BadInputError(
                 "the checkpoint was saved by a loader of another kind: one is a DataLoader, the other has a "
                 "state of its own; use the kind that it was saved with"
+            )
+        if (had := state["samples"]) != (here := self._samples()):
+            raise BadInputError(
+                f"the checkpoint's position counts {had} samples and the loader's dataset has {here}: after "
+                f"{position} batches it would point to other data; give it the {had}"
             )
         self._passes.check(state)
 
@@ -153,6 +153,15 @@ class LoaderReader(Generic[B]):
         self._turn += 1
         self._left = None
         self._open.clear()
+
+    def _told(self, a_pass: Pass, position: int) -> dict[str, Any]:
+        return {"samples": self._samples(), **a_pass.state(position - a_pass.begins)}
+
+    def _samples(self) -> int | None:
+        """Of the dataset, if it tells."""
+        with suppress(AttributeError, TypeError, NotImplementedError):
+            return len(self._loader.dataset)
+        return None
 
     def _full(self, a_pass: Pass) -> bool:
         """Has it handed out as much as it has, for all that is known?"""

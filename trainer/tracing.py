@@ -17,6 +17,7 @@ import xxhash
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _DEPTH = 6
+_REACH = 16  # optimizers in wrappers in wrappers
 
 
 class StepTrace:
@@ -31,6 +32,8 @@ class StepTrace:
         self._file = (folder / trace_name(rank)).open("w", encoding="utf-8")
         self._state = state
         self._stepped: dict[int, Optimizer] = {}
+        self._known = 0
+        self._unsaved: list[str] = []
         self._generators: dict[str, torch.Generator] | None = None
         self._hook = register_optimizer_step_pre_hook(self._steps)
 
@@ -42,7 +45,10 @@ class StepTrace:
         """A step has ended."""
         if self._generators is None:
             self._generators = _generators_of_process()
-        reached = _reached(self._state)
+        if len(self._stepped) != self._known:
+            reached, self._known = _reached(self._state), len(self._stepped)
+            names = {type(o).__name__ for o in self._stepped.values() if id(o) not in reached}
+            self._unsaved = sorted(names)
         self._write(
             step=step,
             loss=None if loss is None else float(torch.as_tensor(loss).detach()).hex(),
@@ -50,9 +56,7 @@ class StepTrace:
                 f"{type(o).__name__}: {[float(g.get('lr', 0.0)) for g in o.param_groups]}"
                 for o in self._stepped.values()
             ],
-            unsaved=sorted(
-                {type(o).__name__ for o in self._stepped.values() if id(o) not in reached}
-            ),
+            unsaved=self._unsaved,
             generators={
                 "torch": _hex(torch.get_rng_state().numpy().tobytes()),
                 "python": _hex(repr(random.getstate()).encode()),
@@ -119,7 +123,7 @@ def _reached(state: Mapping[str, Any]) -> set[int]:
     todo: list[tuple[Any, int]] = [(state, 0)]
     while todo:
         value, depth = todo.pop()
-        if id(value) in seen or depth > _DEPTH or isinstance(value, torch.Tensor | torch.nn.Module):
+        if id(value) in seen or depth > _REACH or isinstance(value, torch.Tensor | torch.nn.Module):
             continue
         seen.add(id(value))
         if isinstance(value, Mapping):

@@ -315,7 +315,10 @@ def test_batches_in_flight_are_read_again(tmp_path: Path) -> None:
     ("loader", "message"),
     [
         (lambda: plain(shuffle=False), "other samples than those of the checkpoint"),
-        (lambda: DataLoader(Numbers(24), 4, shuffle=True), "samples 23 there and 24 here"),
+        (
+            lambda: DataLoader(Numbers(24), 4, shuffle=True),
+            "counts 23 samples and the loader's dataset has 24: after 4 batches",
+        ),
         (
             lambda: DataLoader(Numbers(), 5, shuffle=True),
             "batches of 4 samples and the reader's have 5",

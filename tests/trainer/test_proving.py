@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trainer
+from ckpt import PerRank
 from ckpt.errors import InexactError
 from tests import warm
 from tests.trainer.launch import run_ranks
@@ -62,6 +63,19 @@ class OwnDropout(Training):
     def loss(self, batch: Tensor) -> Tensor:
         keep = torch.rand(batch.shape, generator=self.noise) > 0.5
         return super().loss(batch * keep)
+
+
+class SavedDropout(OwnDropout):
+    """Follows the advice."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noise": PerRank(self.noise.get_state())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.noise.set_state(state["noise"].value)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "dropout": self}
 
 
 class Astray(BatchReader[Tensor]):
@@ -132,8 +146,9 @@ def life_of(kind: type[Training]) -> Callable[[str, int, int], None]:
     return lambda root, until, save_every: kind().run(root, until, save_every)
 
 
-def test_an_exact_resume_is_proved(tmp_path: Path) -> None:
-    proof = prove_resume(life_of(Training), at=7, steps=8, folder=tmp_path / "proof")
+@pytest.mark.parametrize("kind", [Training, SavedDropout])
+def test_an_exact_resume_is_proved(kind: type[Training], tmp_path: Path) -> None:
+    proof = prove_resume(life_of(kind), at=7, steps=8, folder=tmp_path / "proof")
     assert proof.exact
     assert (proof.losses, proof.differences, proof.first_step) == (8, (), None)
     assert (
