@@ -23,6 +23,7 @@ from ckpt.lineage import CommitInfo
 from ckpt.manifest import CommitRecord
 from ckpt.restore import CheckpointReader
 from ckpt.storage import Storage, open_storage
+from ckpt.types import CommitRef
 from trainer.causes import Cause, Lines, likely_cause, trail
 
 Life = Callable[[str, int, int], object]
@@ -138,6 +139,8 @@ def _branch(straight: Path, resumed: Path, at: int) -> None:
 def _compared(roots: list[Path], traces: list[Path], at: int, steps: int) -> ResumeProof:
     stores = [open_storage(str(root)) for root in roots]
     records = [_record_of(_found(s, at + steps)) for s in stores]
+    _check_began(records[0].continues, None, "first")
+    _check_began(records[1].continues, at, "second")
     a, b = (CheckpointReader(s, r) for s, r in zip(stores, records, strict=True))
     found = compare(a, b)
     seen = trail(at, _read(traces[0]), _read(traces[1]))
@@ -145,6 +148,17 @@ def _compared(roots: list[Path], traces: list[Path], at: int, steps: int) -> Res
     if found.differences or seen.loss is not None or seen.batch is not None:
         cause = likely_cause(found.differences, seen, records[0].world_size)
     return ResumeProof(at, steps, seen.losses, found.entries, seen.loss, found.differences, cause)
+
+
+def _check_began(continues: CommitRef | None, step: int | None, which: str) -> None:
+    """Else two lives that both began from scratch, or were both interrupted, would be found equal."""
+    began = None if continues is None else continues.step
+    if began != step:
+        said, wanted = ("from scratch" if n is None else f"from step {n}" for n in (began, step))
+        raise InexactError(
+            f"the {which} life's last checkpoint is of a training that began {said}, not {wanted}: it must "
+            f"restore what its root has, and not be restarted in between"
+        )
 
 
 def _record_of(found: CommitInfo) -> CommitRecord:
@@ -188,10 +202,10 @@ def _on_rank_0(work: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             told = [work()]
-        except SidestageError as e:
+        except Exception as e:  # the other ranks wait for it
             told = [e]
     dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], SidestageError):
+    if isinstance(told[0], Exception):
         raise told[0]
     return told[0]
 

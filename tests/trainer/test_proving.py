@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -212,6 +213,26 @@ def test_a_life_that_cannot_resume_is_not_exact(tmp_path: Path) -> None:
         InexactError, match="resumes at step 7 failed: step 8 trained on no batch: the reader has"
     ):
         prove_resume(life_of(Unsought), at=7, steps=3, folder=tmp_path / "proof")
+
+
+def test_a_life_that_begins_from_scratch_proves_nothing(tmp_path: Path) -> None:
+    def life(root: str, until: int, save_every: int) -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        Training().run(root, until, save_every)
+
+    with pytest.raises(InexactError, match="a training that began from scratch, not from step 7"):
+        prove_resume(life, at=7, steps=3, folder=tmp_path / "proof")
+
+
+def test_a_life_that_was_interrupted_is_no_measure(tmp_path: Path) -> None:
+    def life(root: str, until: int, save_every: int) -> None:
+        Training().run(root, 7, save_every)
+        Training().run(root, until, save_every)
+
+    with pytest.raises(
+        InexactError, match="the first life's last .* from step 7, not from scratch"
+    ):
+        prove_resume(life, at=7, steps=3, folder=tmp_path / "proof")
 
 
 KINDS = {kind.__name__: kind for kind in (Training, OwnDropout, NoSchedule)}
