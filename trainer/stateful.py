@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from ckpt.errors import BadInputError
 from trainer.generators import Generators, without_own
 from trainer.passes import END, Pass, length, set_epoch
+
+_log = logging.getLogger("sidestage")
 
 
 class StatefulPasses:
@@ -34,6 +37,12 @@ class StatefulPasses:
 
     def resumed(self, state: Mapping[str, Any], begins: int) -> Pass:
         self.finished = state["loader"] if state["ended"] else None
+        if not state["ended"] and _workers_have_ended(state["loader"]):
+            _log.warning(
+                "the loader's state is from the end of epoch %s: if its dataset begins anew there, instead "
+                "of ending at once, that epoch is read again; keep a dataset's place in its iterator's state",
+                state["epoch"],
+            )
         return _StatefulPass(self, int(state["epoch"]), begins, state)
 
 
@@ -121,3 +130,14 @@ class _StatefulPass:
             "ended": ended,
             "own": own if own == self._own else {},
         }
+
+
+def _workers_have_ended(state: Any) -> bool:
+    """In a state of torchdata's: has each worker's stream ended? It is asked once more all the same."""
+    snapshot = state.get("_snapshot") if isinstance(state, Mapping) else None
+    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, Mapping) else None
+    ended = [
+        (worker.get("fetcher_state") or {}).get("fetcher_ended")
+        for worker in (workers or {}).values()
+    ]
+    return bool(ended) and all(ended)

@@ -547,3 +547,40 @@ def test_what_workers_draw_is_exact_from_the_end_of_an_epoch(generator: int | No
     again.check_state(state, position)
     again.load_state(state, position)
     assert rest(again) == want[position:]
+
+
+class Counting(IterableDataset[Tensor]):
+    """Keeps its place in itself, and begins anew where it has ended."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor(self.at)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_that_begins_anew_at_its_end_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    for said in (False, True):
+        reader: LoaderReader[Any] = LoaderReader(
+            torchdata.StatefulDataLoader(Counting(), 4 if said else 2, num_workers=1)
+        )
+        batches = iter(reader)
+        for _ in range(2):
+            next(batches)
+        again: LoaderReader[Any] = LoaderReader(
+            torchdata.StatefulDataLoader(Counting(), 4 if said else 2, num_workers=1)
+        )
+        again.load_state(reader.state_at(2), 2)
+        assert ("is from the end of epoch 0" in caplog.text) == said
