@@ -346,6 +346,15 @@ def spool_folders() -> tuple[Path, ...]:
     return tuple(folders)
 
 
+TRACE_VARIABLE = "SIDESTAGE_TRACE_DIR"
+
+
+def trace_folder() -> Path | None:
+    """Where sessions of this process trace their steps, while a resume is proved; None: they don't."""
+    named = os.environ.get(TRACE_VARIABLE)
+    return Path(named) if named else None
+
+
 def _below_home(variable: str, default: str) -> Path | None:
     if named := os.environ.get(variable):
         return Path(named)

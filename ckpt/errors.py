@@ -11,12 +11,15 @@
     ├── SaveError                     exit 7   a checkpoint was not committed; training may go on
     │   ├── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
     │   └── UntrackedWriteError       exit 7   something but training changed state in an open snapshot
-    └── RestoreError                  exit 8   a restore failed halfway: build the state anew
+    ├── RestoreError                  exit 8   a restore failed halfway: build the state anew
+    └── InexactError                  exit 9   a resume isn't exact: mend what is left out of the state
 
 Every message names the key, the numbers and the next step, in one line.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class SidestageError(Exception):
@@ -81,3 +84,16 @@ class RestoreError(SidestageError):
     """A part of the state refused what it was given, when others had theirs: the state is a mixture."""
 
     exit_code = 8
+
+
+class InexactError(SidestageError):
+    """A resumed training went another way than one that was not interrupted.
+
+    proof: a `trainer.proving.ResumeProof`, if there was one to compare.
+    """
+
+    exit_code = 9
+
+    def __init__(self, message: str, proof: Any = None) -> None:
+        super().__init__(message)
+        self.proof = proof

@@ -38,7 +38,7 @@ CKPT = [
     {"kernel_plan", "keyed_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
-    {"engine", "export", "persist", "restorer"},
+    {"engine", "equality", "export", "persist", "restorer"},
     {"checkpointer", "dcp", "importing"},
     {"cli"},
 ]

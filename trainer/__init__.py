@@ -9,15 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.loader import LoaderReader
+    from trainer.proving import prove_resume
     from trainer.reader import BatchReader
     from trainer.session import Reader, Session
 
-__all__ = ["BatchReader", "Reader", "Session"]
+__all__ = ["BatchReader", "LoaderReader", "Reader", "Session", "prove_resume"]
 
 _HOME = {
     "BatchReader": "trainer.reader",
+    "LoaderReader": "trainer.loader",
     "Reader": "trainer.session",
     "Session": "trainer.session",
+    "prove_resume": "trainer.proving",
 }
 
 

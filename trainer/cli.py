@@ -20,9 +20,9 @@ def cli() -> None:
     """Train the reference model, and account for a run's time.
 
     Exit codes: 0 done, 1 defect, 2 bad input, 3 not found, 4 conflict, 5 corrupt,
-    6 storage failed or too slow, 7 the last save failed, 75 stopped on request and saved,
-    76 stopped on request and not saved in time, 130 interrupted, 143 asked to end while
-    another rank was gone.
+    6 storage failed or too slow, 7 the last save failed, 9 a resume isn't exact,
+    75 stopped on request and saved, 76 stopped on request and not saved in time, 130 interrupted,
+    143 asked to end while another rank was gone.
     """
 
 
@@ -94,6 +94,70 @@ def launch(preload: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     from trainer.launcher import launch as run
 
     run(arguments, preload)
+
+
+@cli.command(name="prove-resume")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    help="Prove `trainer train` of this TOML file.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override one setting of it; may be repeated.",
+)
+@click.option("--nproc-per-node", "ranks", default=1, show_default=True, help="Ranks for --config.")
+@click.option("--at", default=20, show_default=True, help="The step to resume at.")
+@click.option("--steps", default=5, show_default=True, help="Steps to replay and compare.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    help="Keep both lives in this new folder; default is a temporary one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def prove_resume(
+    *,
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+    ranks: int,
+    at: int,
+    steps: int,
+    root: Path | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Prove that a training resumes exactly, or say what differs first and why.
+
+    One life trains to step AT + STEPS, another resumes at step AT in new processes and trains to the same
+    step; checkpoints, batches, losses, learning rates and generators are compared bit for bit. A training
+    of your own is given as a command, with places for what it is told:
+
+        trainer prove-resume -- torchrun --nproc-per-node 2 train.py --root {root} --steps {until}
+        --save-every {save_every}
+
+    Nothing is written to the run's own root. Exit code 9 if the resume isn't exact.
+    """
+    from ckpt.errors import BadInputError, InexactError
+    from trainer.proving import prove, scratch
+    from trainer.proving_commands import CommandLife, command_of
+
+    if (config_path is None) == (not command):
+        raise BadInputError("name what to prove: --config FILE, or a command after --")
+    given = command_of(config_path, overrides, ranks) if config_path else list(command)
+    life = CommandLife(given, save_every=at)
+    with scratch(root) as folder:
+        try:
+            proof = prove(life, at, steps, folder)
+        except InexactError as e:
+            if as_json and e.proof is not None:
+                click.echo(json.dumps(e.proof.as_dict(), indent=1, allow_nan=False))
+            raise
+    click.echo(json.dumps(proof.as_dict(), indent=1) if as_json else str(proof))
 
 
 @cli.command()

@@ -25,6 +25,7 @@ class RunConfig:
     save_every: steps between saves, or "auto": as often as loses least.
     grace_s: from SIGTERM on any rank until all have saved and ended; 0 leaves the signal alone.
     epochs: passes over the training samples in all, earlier attempts included.
+    max_steps: end after so many steps in all, if that comes before.
     device: "auto" takes CUDA where there is one.
     result: a JSON file for the figures of the run, written by rank 0 at the end.
     ledger: a local folder for the ledgers of this run; default is the root itself, or a spool of this host.
@@ -34,6 +35,7 @@ class RunConfig:
 
     root: str = ""
     epochs: int = 4
+    max_steps: int | None = None
     seed: int = 7
     device: Literal["auto", "cpu", "cuda"] = "auto"
     save_every: int | Literal["auto"] = 100
@@ -47,6 +49,8 @@ class RunConfig:
         if not self.root:
             raise BadInputError("[run] root is missing: name the folder for the checkpoints")
         _at_least(1, "run", epochs=self.epochs)
+        if self.max_steps is not None:
+            _at_least(1, "run", max_steps=self.max_steps)
         if self.save_every != "auto":
             _at_least(1, "run", save_every=self.save_every)
         if not self.grace_s >= 0:

@@ -58,8 +58,8 @@ class Progress:
             return
         try:
             self._check_size(state.get("batch_size"))
-            self._check_own(state.get("reader"))
             self._check_data(state.get("data"), int(state["position"]))
+            self._check_own(state.get("reader"), int(state["position"]))
         except BadInputError as e:
             raise BadInputError(f"{e}; or {self._way_out}") from None
 
@@ -91,7 +91,7 @@ class Progress:
                 f"{self._reader.batch_size}: its position would point to other data; keep the batch size"
             )
 
-    def _check_own(self, saved: Any) -> None:
+    def _check_own(self, saved: Any, position: int) -> None:
         """A reader with a state of its own needs it back, and one without can't use it."""
         wanted = getattr(self._reader, "state_at", None) is not None
         if wanted and not isinstance(saved, PerRank):
@@ -109,6 +109,8 @@ class Progress:
                 "the checkpoint was saved by a reader with a state of its own, which this one "
                 "doesn't take: use the kind of reader that it was saved with"
             )
+        if wanted and (check := getattr(self._reader, "check_state", None)) is not None:
+            check(saved.value, position)
 
     def _check_data(self, saved: Any, position: int) -> None:
         here = self._data

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ckpt import CheckpointConfig, Checkpointer, RestoreResult, RngState, SaveHandle
 from ckpt.checkpointer import SaveStats
-from ckpt.config import restart_count
+from ckpt.config import restart_count, trace_folder
 from ckpt.coordinator import join, revive
 from ckpt.errors import BadInputError, ConflictError, DeadlineError, SaveError, SidestageError
 from ckpt.events import LogSink, TeeSink
@@ -49,6 +49,7 @@ from trainer.progress import Progress
 from trainer.schedule import SaveSchedule
 from trainer.spool import check_own, mark_own, spool_of
 from trainer.stopping import save_and_stop
+from trainer.tracing import StepTrace
 
 B_co = TypeVar("B_co", covariant=True)
 
@@ -90,7 +91,11 @@ class Reader(Protocol[B_co]):
         def load_state(self, state: Any, position: int) -> None
 
     what this rank needs to hand out the batches after `position`, plain values and tensors, and its way
-    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused.
+    back, in the place of `seek`. It belongs to its rank: another number of ranks is refused. With
+
+        def check_state(self, state: Any, position: int) -> None
+
+    it is asked before anything is changed, with None for each tensor, and raises BadInputError to refuse.
     """
 
     @property
@@ -192,6 +197,7 @@ class Session(Generic[B_co]):
         self._newest: SaveHandle | None = None
         self._entered = False
         self._last: LastStep | None = None
+        self._trace: StepTrace | None = None
         self._gated = False  # the batch of this step came through `batches`, on the training thread
         self._stopping = False  # at the place where all ranks stop
         self._elsewhere = False  # this is a child that was forked off
@@ -233,6 +239,8 @@ class Session(Generic[B_co]):
             with self._ledger.span("pre_train"):
                 self._begin()
             self._entered = True
+            if (folder := trace_folder()) is not None:
+                self._trace = StepTrace(folder, _rank(), self.state)
             self._tick(self.steps)  # asked while it restored: nothing is trained
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
@@ -254,12 +262,15 @@ class Session(Generic[B_co]):
                 self._gated = True
             if self._last is not None:
                 self._last.begins()
+            if self._trace is not None:
+                self._trace.batch(self._reader.position, batch)
             yield batch
 
     def step(
         self,
         in_flight: int = 0,
         *,
+        loss: Any = None,
         annotations: Mapping[str, str] | None = None,
         save: bool = True,
     ) -> SaveHandle | None:
@@ -268,6 +279,7 @@ class Session(Generic[B_co]):
         Args:
             in_flight: batches that the reader has handed out and no step has trained on:
                 `len(pipeline.batches)` for TorchRec's TrainPipelineSparseDist.
+            loss: a number or a tensor of one, looked at only while a resume is proved (trainer.proving).
             annotations: strings that the commit carries if a save is due, see `save`.
             save: False before an evaluation whose result the save of this step is to carry: call `save`
                 after it. The same on all ranks.
@@ -290,6 +302,8 @@ class Session(Generic[B_co]):
         if self._last is not None:
             self._last.counted(in_flight)
         self._ledger.stepped(self.steps, position)
+        if self._trace is not None:
+            self._trace.step(self.steps, loss)
         due = self._schedule.due(self.steps, self._ledger.step_s, self.stats)
         fatal = self._checkpointer.fatal is not None
         if due and save and fatal:
@@ -400,6 +414,8 @@ class Session(Generic[B_co]):
                 self._preemption.close()
             if self._last is not None:
                 self._last.close()
+            if self._trace is not None:
+                self._trace.close()
             self._ledger.record("closed")
             self._ledger.close()
             if self._mirror is not None:

@@ -272,6 +272,7 @@ def _describe(
 def _fit(run: _Run, session: Session[Any]) -> None:
     """Train and evaluate, epoch by epoch. An epoch that ended right before a restart is evaluated now."""
     epochs, pipeline = run.config.run.epochs, run.training.pipeline
+    most = run.config.run.max_steps
     began = time.monotonic()
     while True:
         if len(run.history["auc"]) < run.reader.epoch:
@@ -285,16 +286,18 @@ def _fit(run: _Run, session: Session[Any]) -> None:
             )
             if session.steps > (session.restored.step if session.restored else 0):
                 session.save({"auc": f"{reached:.6f}"})
-        if run.reader.epoch >= epochs:
+        if run.reader.epoch >= epochs or session.steps == most:
             return
         began = time.monotonic()
         run.training.model.train()
         batches = session.batches()
-        while progress(pipeline, batches) is not None:
+        while (out := progress(pipeline, batches)) is not None:
             # The save of an epoch's end waits for its evaluation, and carries the result.
             ends = (session.position + 1) % run.reader.batches_per_epoch == 0
-            session.step(in_flight=len(pipeline.batches), save=not ends)
+            session.step(in_flight=len(pipeline.batches), loss=out[0], save=not ends)
             kill_if_due(run.config.fault, run.place.rank, session.steps, session.stats.commits)
+            if session.steps == most:
+                return
 
 
 def _item_mean_auc(data: MovieLens) -> float:
