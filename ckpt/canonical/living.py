@@ -19,7 +19,18 @@ from torch.utils.hooks import RemovableHandle
 
 def is_fused(module: nn.Module) -> bool:
     """Is it fbgemm's table-batched embedding, whose backward pass updates the tables?"""
-    return any(c.__name__ == "SplitTableBatchedEmbeddingBagsCodegen" for c in type(module).__mro__)
+    return _is_fused_kind(type(module))
+
+
+def _is_fused_kind(kind: type) -> bool:
+    return any(c.__name__ == "SplitTableBatchedEmbeddingBagsCodegen" for c in kind.__mro__)
+
+
+def _kinds(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """All classes derived from this one."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _kinds(derived)
 
 
 class LivingLookups:
@@ -46,13 +57,9 @@ class LivingLookups:
             self._hook = register_module_parameter_registration_hook(self._registered)
         if not self._looked and "fbgemm_gpu" in sys.modules:
             self._looked = True
-            kinds: dict[type, bool] = {}
-            for thing in gc.get_objects():
-                kind = type(thing)
-                if (known := kinds.get(kind)) is None:
-                    known = kinds[kind] = issubclass(kind, nn.Module) and is_fused(thing)
-                if known:
-                    self._modules.add(thing)
+            fused = tuple(kind for kind in _kinds(nn.Module) if _is_fused_kind(kind))
+            if fused:  # nearly all that refers to a class is of it
+                self._modules.update(m for m in gc.get_referrers(*fused) if isinstance(m, fused))
 
     def _registered(self, module: nn.Module, _name: str, _parameter: Any) -> None:
         if is_fused(module):
