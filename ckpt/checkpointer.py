@@ -58,7 +58,7 @@ from ckpt.staging import Arena
 from ckpt.storage import Root, Storage, check_place, storage_of
 from ckpt.storage.limits import limited
 from ckpt.terms import RestoreTerms, Spell, as_argument, patterns
-from ckpt.tree import FlatState, flatten
+from ckpt.tree import FlatState
 from ckpt.types import Clock, CommitRef, EventSink, SystemClock
 from ckpt.united import UnitedValues
 from ckpt.values import decode_value, encode_value
@@ -193,6 +193,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         rows: Sequence[str] | str = (),
         other_optimizer: bool = False,
+        approximate: bool = False,
         fresh: bool = False,
         prefetched: Prefetch | None = None,
     ) -> RestoreResult | None:
@@ -208,6 +209,7 @@ class Checkpointer:
             rename: beginnings of keys in the checkpoint, and what they are in this state.
             rows: patterns of tensors whose sizes may differ: what both have is restored.
             other_optimizer: accept the state of another optimizer class.
+            approximate: accept row-wise optimizer state of a whole column shard for each of its parts.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.
@@ -231,13 +233,12 @@ class Checkpointer:
             rows=patterns(rows),
             elastic=elastic,
             other_optimizer=other_optimizer,
+            approximate=approximate,
         )
         tag = self._round("restore")
         try:
             canonical = Canonical(self._coordinator.rank, self._kernels)
-            if isinstance(state, Mapping):
-                canonical.look(state)
-            flat = flatten(state, self._coordinator.rank, canonical.taken)
+            flat = canonical.flat(state)
             self._objects(flat)  # refuses what couldn't be saved, before training begins
             if prefetched is not None and prefetched.url != self._storage.url:
                 raise BadInputError(

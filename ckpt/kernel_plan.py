@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt.canonical.alike import comparable, difference
+import torch
+
+from ckpt.canonical.alike import comparable, difference, few
 from ckpt.canonical.kernels import (
     FIRST,
     KERNELS,
@@ -29,6 +31,8 @@ _ALL = (*_COUNTS, KIND, "learning_rate", OPTIONS)
 _HIGHEST = (
     "max_counter"  # of a kernel's rows, now and then: of all that had the tables, the highest
 )
+# Kernels whose updates depend on how often they have run.
+_CORRECTED = frozenset(("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"))
 _Stored = tuple[str, Mapping[str, Any]]
 
 
@@ -50,14 +54,14 @@ def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any
     ]
     for one in found:
         names = wanted.get(id(one.kernel), _ALL)
-        if not names or not stored:
+        if not names:
             continue
         values = _values(matching, one.kernel, one.keys, by_key, names)
         if values is not None:
             fitted.append((one.kernel, values))
         for shard in one.rows:
             _fill_rows(matching, shard, stored_rows)
-    if found and not stored:
+    if found and not stored and not matching.dense_steps:
         matching.found.notes.append(
             f"{KERNELS}: the checkpoint doesn't say how often fused kernels have run: their counts stay as "
             f"they are"
@@ -93,8 +97,9 @@ def _values(
                 chosen.setdefault(_text(one[1], names), one)
                 told.setdefault(_text(one[1], names), key)
                 highest += [v for v in [one[1].get(_HIGHEST)] if isinstance(v, int | float)]
+    steps = {k: matching.dense_steps[k] for k in keys if k in matching.dense_steps}
     if not chosen:
-        return None
+        return _from_steps(matching, kernel, steps, [])
     if len(chosen) > 1:
         matching.found.wrong.append(
             f"{KERNELS}: {', '.join(dict.fromkeys(told.values()))}: one kernel has them here, and those of "
@@ -114,7 +119,26 @@ def _values(
             values[name] = matching.make(info, f"{path}.{name}")
         elif value is not None and name != KIND:
             values[name] = max(highest) if name == _HIGHEST and highest else value
+    if steps and isinstance(count := values.get("iter_cpu", values.get("iter")), int):
+        _from_steps(matching, kernel, steps, [torch.tensor(float(count))])
     return values
+
+
+def _from_steps(
+    matching: Matching, kernel: Any, steps: Mapping[str, torch.Tensor], others: list[torch.Tensor]
+) -> dict[str, Any] | None:
+    """A kernel's counts, of tables that a dense optimizer updated at the save. None: there are none."""
+    if not steps:
+        return None
+    first = next(iter(steps.values()))
+    if kind_of_kernel(kernel) in _CORRECTED:
+        why = (
+            f"{KERNELS}: {few(list(steps))}: one kernel has them here, with one count of steps, and they had "
+            f"different ones at the save: restore them to kernels of their own, or leave this out with "
+            f"{matching.spell('exclude', KERNELS)}"
+        )
+        matching.found.alike.append((why, [*steps.values(), *others]))
+    return dict.fromkeys(_COUNTS, first)
 
 
 def _wanted(matching: Matching) -> dict[int, tuple[str, ...]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ckpt.canonical.alike import comparable, difference, few
+from ckpt.canonical.cuts import is_empty
 from ckpt.canonical.keyed import (
     GROUPS,
     WRAPPERS,
@@ -14,21 +18,18 @@ from ckpt.canonical.keyed import (
     kind_of,
     makes_state,
     nest,
+    trained_parameters,
 )
 from ckpt.canonical.optimizers import CLASS
+from ckpt.conversions import STEP, as_called_by, is_fused_class, same_updates
 from ckpt.giving import KEEP
+from ckpt.index import TensorInfo
+from ckpt.row_plan import Table, fit_rows, is_of_rows
 from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
 
-# The same updates, computed in a kernel's backward pass or by an optimizer's step.
-_SAME = {
-    "fbgemm.EXACT_SGD": "torch.optim.sgd.SGD",
-    "fbgemm.EXACT_ADAGRAD": "torch.optim.adagrad.Adagrad",
-    "fbgemm.EXACT_ROWWISE_ADAGRAD": "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
-    "fbgemm.ADAM": "torch.optim.adam.Adam",
-}
 _ABSENT = object()
 
 
@@ -58,6 +59,8 @@ class _Fit:
         self._stored = stored
         self._path = path
         self._parameters = keyed_parameters(optimizer)
+        trained = trained_parameters(optimizer)
+        self._empty = {key for key, p in trained.items() if is_empty(p)}
         self._options = self._stored_options()
         self._state = self._by_keys_here(stored.get("state", {}))
         self._homes = homes_of(optimizer)
@@ -128,6 +131,9 @@ class _Fit:
         for key, parameter in self._parameters.items():
             live, stored = want.get(key, _ABSENT), self._state.get(key, _ABSENT)
             at = self._at("state", key)
+            if key in self._empty:  # another rank's part has the state
+                self._m.claim(None if stored is _ABSENT else stored)
+                continue
             if self._is_excluded(key):
                 self._m.claim(None if stored is _ABSENT else stored)
                 self._m.found.kept.append(at)
@@ -163,6 +169,7 @@ class _Fit:
         if not isinstance(stored, dict):
             return self._m.given(None if live is _ABSENT else live, stored, at)
         here = live if isinstance(live, dict) else {}
+        stored = self._as_called_here(key, stored, here, at)
         if not here and stored and not self._makes_state(key):
             self._m.claim(stored)
             self._m.found.wrong.append(
@@ -180,6 +187,47 @@ class _Fit:
                 out[k] = self._m.live(v)
         return out
 
+    def _as_called_here(
+        self, key: Any, stored: Mapping[Any, Any], here: Mapping[Any, Any], at: str
+    ) -> Mapping[Any, Any]:
+        """State that was kept in a kernel, and is by an optimizer's step now, or the other way round."""
+        was, now = self._class_at_save(key), self._class_here(key)
+        if was is None or now is None or was == now or not same_updates(was, now):
+            return stored
+        found = as_called_by(now, stored, here)
+        table = self._table(key)
+        if is_fused_class(now):
+            step = stored.get(STEP)
+            if isinstance(step, TensorRef):
+                step = self._m.make(self._m.source.tensors[step.fqn], f"{at}.{STEP}")
+            if table is not None and step is not None:
+                self._m.dense_steps[table.leaf.fqn] = torch.as_tensor(step)
+        elif found or STEP in here:
+            counts = set() if table is None else self._m.lookups(table.leaf.fqn)
+            if len(counts) == 1:
+                found[STEP] = torch.tensor(float(counts.pop()))
+            else:
+                told = f"counted {sorted(counts)}" if counts else "doesn't say how often they ran"
+                self._m.found.wrong.append(
+                    f"{at}.{STEP}: the kernels of the save {told}, and {now} needs one count; leave it out "
+                    f"with {self._m.spell('exclude', [at])}"
+                )
+        return found
+
+    def _class_at_save(self, key: Any) -> str | None:
+        return next((g.get(CLASS) for _, g in self._options.get(key, {}).values()), None)
+
+    def _class_here(self, key: Any) -> str | None:
+        return kind_of(self._homes[key]) if key in self._homes else None
+
+    def _table(self, key: Any) -> Table | None:
+        """The parameter itself, here and as it was stored, if the state has it."""
+        m = self._m
+        leaf = m.leaf_of_parameter(str(key))
+        info = None if leaf is None else m.stored_as(leaf.fqn)
+        kind = self._class_at_save(key) or self._class_here(key) or "the optimizer"
+        return None if leaf is None or info is None else Table(leaf, info, kind)
+
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""
         m = self._m
@@ -194,9 +242,12 @@ class _Fit:
         if not isinstance(stored, TensorRef):
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
+        if isinstance(live, TensorRef) and (table := self._rows_of(key, live, info)) is not None:
+            return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
         if m.fits(live, info):
             return m.fill(m.flat.leaves[live.fqn], info, at)
-        shape = tuple(parameter.shape)
+        part = m.part_of_table(parameter)
+        shape = tuple(parameter.shape) if part is None else part.whole
         resized = m.terms.resizes(at) or any(
             m.terms.resizes(f"{top}.{key}") for top, _ in m.canonical.modules
         )
@@ -218,7 +269,17 @@ class _Fit:
         if not info.shape and key in self._in_groups("capturable", "fused"):
             # Such counts are where the parameter is: torch.optim moves them there at a load, too.
             return m.make(info, at, like=parameter.detach().new_empty(()))
-        return m.make(info, at, like=parameter if info.shape and info.shape == shape else None)
+        fits = bool(info.shape) and info.shape == shape
+        return m.make(info, at, like=parameter if fits else None, part=part if fits else None)
+
+    def _rows_of(self, key: Any, live: TensorRef, info: TensorInfo) -> Table | None:
+        """The table whose row-wise state this is, at the save and here, with as many rows."""
+        table = self._table(key)
+        if table is None or len(table.info.shape) != 2 or table.info.shape != table.leaf.shape:
+            return None
+        here = self._m.flat.leaves[live.fqn].shape
+        rowwise = is_of_rows(info.shape, table.info.shape) and is_of_rows(here, table.leaf.shape)
+        return table if rowwise else None
 
     def _makes_state(self, key: Any) -> bool:
         return key in self._homes and makes_state(self._homes[key])
@@ -273,7 +334,7 @@ class _Fit:
                 continue
             for _, group in by_rank.values():
                 was = group.get(CLASS)
-                if was is not None and _SAME.get(was, was) != _SAME.get(here[key], here[key]):
+                if was is not None and not same_updates(was, here[key]):
                     keys = self._others.setdefault((was, here[key]), [])
                     if key not in keys:
                         keys.append(key)
@@ -300,24 +361,36 @@ class _Fit:
         if m.terms.excludes(self._at(GROUPS)):
             return options
         chosen: dict[bytes, tuple[str, Mapping[Any, Any]]] = {}
+        converted: dict[bytes, tuple[str, Mapping[Any, Any]]] = {}
         for key in group["params"]:
             if key in self._options and (one := self._choice(key, i)) is not None:
-                chosen.setdefault(_text(one[1]), one)
-        if not chosen:
-            return options
-        if len(chosen) > 1:
+                was = one[1].get(CLASS)
+                if was in (None, group[CLASS]):
+                    chosen.setdefault(_text(one[1]), one)
+                elif same_updates(was, group[CLASS]):
+                    known = {k: v for k, v in one[1].items() if k in group or k == CLASS}
+                    converted.setdefault(_text(known), (one[0], known))
+        options_of = [c[1] for c in chosen.values()]
+        for _, of_other in converted.values() if options_of else ():
+            # Of what both have, the group's own decides, and the other must have had the same.
+            other = {k: v for k, v in of_other.items() if not _is_rounded(v, options_of[0].get(k))}
+            options_of.append({**options_of[0], **other, CLASS: options_of[0].get(CLASS)})
+        if len({_text(o) for o in options_of}) > 1 or (not chosen and len(converted) > 1):
+            options_of = options_of or [c[1] for c in converted.values()]
             m.found.wrong.append(
                 f"{self._path}: its parameter groups are others than at the save: {few(group['params'])} "
-                f"are one group here, and had {_difference([c[1] for c in chosen.values()])}"
+                f"are one group here, and had {_difference(options_of)}"
             )
             return options
-        ((where, stored),) = chosen.values()
-        was = stored.get(CLASS)
-        if was is not None and _SAME.get(was, was) != _SAME.get(group[CLASS], group[CLASS]):
-            return options  # another optimizer's, accepted or told of
-        for k, v in stored.items():
-            if k not in ("params", "param_names", CLASS):
-                options[k] = m.given(group.get(k), v, self._at(where, k))
+        for where, had in [*chosen.values(), *converted.values()][:1]:
+            for k, v in had.items():
+                if k not in ("params", "param_names", CLASS):
+                    options[k] = m.given(group.get(k), v, self._at(where, k))
+        if converted:
+            m.found.notes.append(
+                f"{self._path}: {few(group['params'])}: was updated by another optimizer than "
+                f"{group[CLASS]} that does the same; options that only one of them has stay as they are here"
+            )
         return options
 
     def _choice(self, key: Any, i: int) -> tuple[str, Mapping[Any, Any]] | None:
@@ -334,6 +407,12 @@ class _Fit:
             f"groups out with {self._m.spell('exclude', self._at(GROUPS))}"
         )
         return None
+
+
+def _is_rounded(one: Any, other: Any) -> bool:
+    """Are they one number, that a kernel keeps in single precision?"""
+    both = isinstance(one, float) and isinstance(other, float)
+    return both and struct.pack("f", one) == struct.pack("f", other)
 
 
 def _text(group: Mapping[Any, Any]) -> bytes:

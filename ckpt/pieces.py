@@ -1,10 +1,14 @@
-"""What a restore fills: tensors of a checkpoint, and the memory that their boxes go to."""
+"""What a restore fills: the memory that boxes of a checkpoint's tensors, or several together, go to."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ckpt.tree import Shard
+
+_BLOCK_ROWS = 1 << 20
 
 
 class Piece(NamedTuple):
@@ -17,3 +21,21 @@ class Piece(NamedTuple):
     stored: str
     shards: tuple[Shard, ...]
     ours: bool = False
+
+
+class Merge(NamedTuple):
+    """Memory that gets the mean of several tensors (rows,), weighted by `shares`."""
+
+    key: str
+    out: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    shares: tuple[int, ...]
+
+    def fill(self) -> None:
+        """In double precision, some rows at a time. The parts are filled by now."""
+        with torch.no_grad():
+            for a in range(0, len(self.out), _BLOCK_ROWS):
+                rows = slice(a, a + _BLOCK_ROWS)
+                parts = torch.stack([part[rows].double() for part in self.parts])
+                shares = torch.tensor(self.shares, dtype=torch.float64, device=parts.device)
+                self.out[rows].copy_((shares @ parts) / shares.sum())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.tensor import DTensor
 
 from ckpt.digest import digest_of
 from ckpt.errors import BadInputError
@@ -152,14 +152,19 @@ def _local_items(flat: FlatState) -> list[WriteItem]:
     """What DCP's planner lists for this rank's tensors.
 
     Of DTensors it would make the same from the shards that are known here, after allocating as
-    many numbers as each has rows.
+    many numbers as each has rows. Of parts of a whole it knows nothing.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    plain = {n: x.source for n, x in flat.leaves.items() if not isinstance(x.source, DTensor)}
+    ours = {
+        n
+        for n, x in flat.leaves.items()
+        if x.kind == "sharded" and not isinstance(x.source, ShardedTensor)
+    }
+    plain = {n: x.source for n, x in flat.leaves.items() if n not in ours}
     planner.set_up_planner(plain, None, False)
     items = list(planner.create_local_plan().items)
     for fqn, leaf in flat.leaves.items():
-        if isinstance(leaf.source, DTensor):
+        if fqn in ours:
             items += [_item_of(fqn, leaf, shard) for shard in leaf.shards]
     return items
 

@@ -8,15 +8,17 @@ different parts of a state, so what is *extra* is judged over all ranks together
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ckpt.belonging import incomplete_state
 from ckpt.canonical import Canonical
-from ckpt.canonical.kernels import KERNELS
+from ckpt.canonical.cuts import TablePart, is_spread, table_parts
+from ckpt.canonical.kernels import KERNELS, TABLES
 from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
@@ -25,9 +27,9 @@ from ckpt.index import TensorInfo
 from ckpt.kernel_plan import fit_kernels
 from ckpt.keyed_plan import fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
-from ckpt.pieces import Piece
+from ckpt.pieces import Merge, Piece
 from ckpt.terms import RestoreTerms, Spell, as_argument
-from ckpt.tree import FlatState, Leaf, PerRank, Shard, leaf_of, torch_dtype
+from ckpt.tree import FlatState, Leaf, Part, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
@@ -60,6 +62,8 @@ class RestorePlan:
     wrong: can't be. missing, extra: only the state, or only the checkpoint, has it. unclaimed: per-rank parts
     of another world. kept: left as they are, as asked. claimed: keys of the checkpoint that this rank has a
     use for. notes: what was decided without names to go by.
+    kernels: what fused kernels get. merges: means to fill tensors with. alike: tensors made here that must
+    turn out equal, and what is wrong if they don't.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -73,6 +77,8 @@ class RestorePlan:
     claimed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    merges: list[Merge] = field(default_factory=list)
+    alike: list[tuple[str, list[torch.Tensor]]] = field(default_factory=list)
 
 
 def plan_restore(
@@ -93,12 +99,13 @@ def plan_restore(
     if isinstance(stored, dict) and KERNELS in stored:
         beside = stored[KERNELS]
         stored = {k: v for k, v in stored.items() if k != KERNELS}
+    matching.fused = beside
     if terms.rename:
         stored = renamed(stored, flat.values, terms)
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
-    matching.found.wrong += _recut_optimizer_state(flat, source.tensors, terms)
+    matching.found.wrong += _recut_optimizer_state(flat, source.tensors, terms, matching.by_rows)
     matching.found.wrong += [
         f"{p} in the checkpoint"
         for p in incomplete_state(source.values, source.tensors)
@@ -133,6 +140,58 @@ class Matching:
         self.terms = terms
         self.canonical = canonical
         self.found = RestorePlan()
+        self.fused: Mapping[int, Any] = {}
+        """What the fused kernels of the save had beside their tables, by rank."""
+        self.dense_steps: dict[str, torch.Tensor] = {}
+        """By the keys of tables that a fused kernel has now: the steps that a dense optimizer had taken."""
+        self.by_rows: set[str] = set()
+        """Keys of row-wise state that was fitted to the columns of its table."""
+
+    # -- tables ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _spread(self) -> dict[int, Leaf]:
+        """By the memory of shards: the tensor that says how it is spread over ranks."""
+        spread = [x for x in self.flat.leaves.values() if is_spread(x.source)]
+        return {s.tensor.data_ptr(): x for x in spread for s in x.shards if s.tensor.numel()}
+
+    def part_of_table(self, parameter: Any) -> TablePart | None:
+        """Which part of a table a parameter is that a dense kernel has, if it is one."""
+        if is_spread(parameter) or not parameter.numel():
+            return None
+        table = self._spread.get(place := parameter.data_ptr())
+        return None if table is None else table_parts([(table.fqn, table.source)]).get(place)
+
+    @cached_property
+    def _tables(self) -> dict[str, Leaf | None]:
+        """By the ends of keys: the tensor of the state; None where several end alike."""
+        return _by_ends(self.flat.leaves)
+
+    def leaf_of_parameter(self, name: str) -> Leaf | None:
+        """The tensor of the state that an optimizer calls `name`."""
+        for top, _ in self.canonical.modules:
+            if (leaf := self.flat.leaves.get(f"{top}.{name}")) is not None:
+                return leaf
+        return self._tables.get(name)
+
+    @cached_property
+    def _stored_by_key(self) -> dict[str, TensorInfo]:
+        return {self.terms.renamed(k): info for k, info in self.source.tensors.items()}
+
+    def stored_as(self, key: str) -> TensorInfo | None:
+        """The tensor of the checkpoint that is `key` in the state."""
+        return self._stored_by_key.get(key)
+
+    def lookups(self, table: str) -> set[int]:
+        """How often the fused kernels that had a table at the save had run."""
+        return {
+            count
+            for entries in self.fused.values()
+            for entry in entries
+            if table in map(self.terms.renamed, entry[TABLES])
+            for count in [entry.get("iter_cpu", entry.get("iter"))]
+            if isinstance(count, int)
+        }
 
     def node(self, want: Any, stored: Any, path: str) -> Any:
         """What the part of the state at `path` gets."""
@@ -332,8 +391,17 @@ class Matching:
         )
         return leaf.source
 
-    def make(self, info: TensorInfo, path: str, like: torch.Tensor | None = None) -> Any:
-        """A tensor that only the checkpoint has; `like` has its shape, device and sharding."""
+    def make(
+        self,
+        info: TensorInfo,
+        path: str,
+        like: torch.Tensor | None = None,
+        part: TablePart | None = None,
+    ) -> Any:
+        """A tensor that only the checkpoint has; `like` has its shape, device and sharding.
+
+        part: the part of a table that `like` is, if it is only that.
+        """
         self.found.claimed.add(info.fqn)
         dtype = torch_dtype(info.dtype)
         if like is not None:
@@ -346,7 +414,8 @@ class Matching:
             return KEEP
         else:
             made = torch.empty(info.shape, dtype=dtype, device="cpu")
-        leaf = leaf_of(path, made, per_rank=False)
+        whole = made if part is None else Part(part.offsets, part.whole, made)
+        leaf = leaf_of(path, whole, per_rank=False)
         self.found.pieces.append(Piece(path, info.fqn, leaf.shards, ours=True))
         return made
 
@@ -509,6 +578,16 @@ class Matching:
         return want
 
 
+def _by_ends(leaves: Mapping[str, Leaf]) -> dict[str, Leaf | None]:
+    found: dict[str, Leaf | None] = {}
+    for key, leaf in leaves.items():
+        end = key
+        while end:
+            found[end] = None if end in found else leaf
+            _, _, end = end.partition(".")
+    return found
+
+
 def has_places(want: Any, path: str, flat: FlatState) -> bool:
     """Are there tensors, objects or ranks' own parts in it?"""
     if path in flat.objects or isinstance(want, TensorRef | PerRankRef):
@@ -628,7 +707,10 @@ def _shape_of(value: Any) -> str:
 
 
 def _recut_optimizer_state(
-    flat: FlatState, tensors: Mapping[str, TensorInfo], terms: RestoreTerms
+    flat: FlatState,
+    tensors: Mapping[str, TensorInfo],
+    terms: RestoreTerms,
+    fitted: Collection[str],
 ) -> list[str]:
     """Rowwise state of a table whose columns are cut elsewhere: the same shape, another meaning.
 
@@ -652,6 +734,7 @@ def _recut_optimizer_state(
             f"{sorted(here)} here; restore at the sharding it was saved with, or leave the optimizer out"
             for name, x in flat.leaves.items()
             if inner in f".{name}." and len(x.shape) == 1 and name in tensors
+            if name not in fitted
             if not terms.excludes(name)
         ]
     return problems

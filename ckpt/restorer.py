@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import give_kernel
@@ -148,7 +150,7 @@ class Restorer:
         verdict = self._coordinator.decide(f"{tag}/fits", mine, agree, self._timeout_s)
         assert opened is not None
         assert plan is not None
-        self._together(f"{tag}/checked", lambda: self._check(opened.reader, plan.pieces))
+        self._together(f"{tag}/checked", lambda: self._check(opened.reader, plan))
         if ahead := self._prefetched:
             told = {"objects": ahead.used, "warmed_bytes": ahead.warmed_bytes, "error": ahead.error}
             self._sink.emit("prefetched", **told)
@@ -174,11 +176,15 @@ class Restorer:
         except SidestageError as e:
             raise e from error
 
-    def _check(self, reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
+    def _check(self, reader: CheckpointReader, plan: RestorePlan) -> None:
         """Read all that this rank needs, and find what is damaged, before anything is changed."""
+        pieces = plan.pieces
         reader.load(_targets(p for p in pieces if p.ours))
         reader.check(_targets(p for p in pieces if not p.ours))
         check_shared_memory(reader, pieces, self._spell)
+        for why, (first, *others) in plan.alike:
+            if any(not torch.equal(first, other) for other in others):
+                raise BadInputError(why)
 
     def _change(
         self, reader: CheckpointReader, plan: RestorePlan, state: Mapping[str, Any], step: int
@@ -187,6 +193,8 @@ class Restorer:
         giving = Giving(plan.per_rank)
         try:
             reader.fill(_targets(p for p in plan.pieces if not p.ours))
+            for merge in plan.merges:
+                merge.fill()
             giving.give(state, plan.tree)
             for kernel, values in plan.kernels:
                 give_kernel(kernel, values)

@@ -32,6 +32,8 @@ class RestoreTerms:
     elastic: accept another number of ranks where parts of the state belong to single ranks: those
         then stay as they are.
     other_optimizer: accept the state of another optimizer class.
+    approximate: where the columns of a table are cut finer than at the save, row-wise optimizer state of a
+        part is that of the whole that it was in.
     """
 
     partial: bool = False
@@ -40,6 +42,7 @@ class RestoreTerms:
     rows: tuple[str, ...] = ()
     elastic: bool = False
     other_optimizer: bool = False
+    approximate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("exclude", "rows"):  # one pattern is no list of letters

@@ -45,8 +45,17 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A plain tensor that is this rank's box, at `offsets`, of a tensor of shape `whole`."""
+
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of the state. `source` is what DCP's planner understands."""
+    """A tensor of the state. `source` is the object that the state has."""
 
     fqn: str
     kind: TensorKind
@@ -68,11 +77,11 @@ class FlatState:
 
 
 def flatten(
-    state: Mapping[str, Any], rank: int, taken: Callable[[Any], Any] | None = None
+    state: Mapping[str, Any], rank: int, taken: Callable[[Any, str], Any] | None = None
 ) -> FlatState:
     """Take `state` apart without copying a tensor.
 
-    taken: the state of an object that saves itself, by default what its `state_dict()` gives.
+    taken: the state of an object that saves itself and its path, by default what its `state_dict()` gives.
 
     Raises BadInputError naming the key of whatever can't be stored: a meta tensor, a storage
     smaller than its shape, a sparse or quantised layout, an object that only pickle could save.
@@ -90,14 +99,14 @@ def flatten(
     return flat
 
 
-def _state_dict_of(value: Any) -> Any:
+def _state_dict_of(value: Any, _path: str) -> Any:
     return value.state_dict()
 
 
 class _Flattening:
     """Fills `flat` while it makes value trees of the parts of a state."""
 
-    def __init__(self, rank: int, taken: Callable[[Any], Any], flat: FlatState) -> None:
+    def __init__(self, rank: int, taken: Callable[[Any, str], Any], flat: FlatState) -> None:
         self._rank, self._taken, self._flat = rank, taken, flat
 
     def tree(self, value: Any, path: str, owner: int | None) -> Any:
@@ -124,7 +133,7 @@ class _Flattening:
             return TensorRef(leaf.fqn)
         if has_state_dict(value):
             flat.objects.setdefault(path, value)
-            return self.tree(own_mapping(self._taken(value)), path, owner)
+            return self.tree(own_mapping(self._taken(value, path)), path, owner)
         if type(value) in (list, tuple):
             return type(value)(self.tree(v, f"{path}.{i}", owner) for i, v in enumerate(value))
         instance = instance_of(value, path)
@@ -162,8 +171,12 @@ def has_state_dict(value: Any) -> bool:
     )
 
 
-def leaf_of(fqn: str, value: torch.Tensor | ShardedTensor, *, per_rank: bool) -> Leaf:
+def leaf_of(fqn: str, value: torch.Tensor | ShardedTensor | Part, *, per_rank: bool) -> Leaf:
     """Describe one tensor: its global shape and the boxes of it that this rank holds."""
+    if isinstance(value, Part):
+        plain = _plain(f"{fqn} (local shard)", value.tensor)
+        shard = Shard(value.offsets, tuple(plain.shape), plain)
+        return Leaf(fqn, "sharded", dtype_name(fqn, plain.dtype), value.whole, (shard,), plain)
     if isinstance(value, ShardedTensor):
         meta = value.metadata()
         shards = tuple(

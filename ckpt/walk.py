@@ -118,6 +118,7 @@ class StateWalk:
             if beside:
                 pair = f'["{KERNELS}",{walk.text({self._rank: beside}, KERNELS, None, 1)}]'
                 text = f"{text[: -len(_END)]}{',' if state else ''}{pair}{_END}"
+            _give_parts(walk.parts, taker)
             walk.parts.values = text.encode()
             walk.parts.per_rank = {k: text.encode() for k, text in walk.per_rank.items()}
         except RecursionError:
@@ -178,7 +179,7 @@ class _Walk:
             if self._show is not None:
                 self._show(value, path)
             self.parts.objects.append(value)
-            taken = self._taker.taken(value)
+            taken = self._taker.taken(value, path)
             if isinstance(taken, Mapping):  # whose own type has no meaning
                 return self.mapping(taken, path, owner, depth)
             return self.text(taken, path, owner, depth)
@@ -323,17 +324,26 @@ def _check_depth(depth: int) -> None:
 
 
 def _taken_slowly(state: Mapping[str, Any], rank: int, taker: Canonical) -> Parts:
-    flat = flatten(state, rank, taker.taken)
+    flat = taker.flat(state)
     beside = taker.kernels.taken(list(flat.leaves), [x.source for x in flat.leaves.values()])
     if beside:
         more = flatten({KERNELS: {rank: beside}}, rank)
         flat.leaves |= more.leaves
         flat.values |= more.values
     leaves: Iterable[Any] = flat.leaves.values()
-    return Parts(
+    parts = Parts(
         list(flat.leaves),
         [leaf.source for leaf in leaves],
         [leaf.kind == "per_rank" for leaf in leaves],
         canonical(encode_value(flat.values)),
         {k: canonical(encode_value(v, k)) for k, v in flat.per_rank.items()},
     )
+    _give_parts(parts, taker)
+    return parts
+
+
+def _give_parts(parts: Parts, taker: Canonical) -> None:
+    """Say of tensors that are a rank's part of a whole which part they are."""
+    cut = taker.cuts.parts(parts.names, parts.tensors)
+    if cut:
+        parts.tensors = [cut.get(n, t) for n, t in zip(parts.names, parts.tensors, strict=True)]

@@ -35,6 +35,7 @@ CKPT = [
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
         *("giving", "optimizer_plan", "pieces", "writer"),
     },
+    {"conversions", "row_plan"},
     {"kernel_plan", "keyed_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},

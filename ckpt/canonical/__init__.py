@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ckpt.canonical.cuts import Cuts, is_empty
 from ckpt.canonical.kernels import Kernels
-from ckpt.canonical.keyed import is_keyed, taken_keyed
+from ckpt.canonical.keyed import is_keyed, taken_keyed, trained_parameters
 from ckpt.canonical.names import ParameterNames, modules_in, structure_of
 from ckpt.canonical.optimizers import Name, is_numbered, is_optimizer, named, names_of, parameters
+from ckpt.tree import FlatState, flatten, leaf_of
 
 
 class Canonical:
@@ -24,6 +26,7 @@ class Canonical:
     def __init__(self, rank: int = 0, kernels: Kernels | None = None) -> None:
         self.rank = rank
         self.kernels = kernels or Kernels()
+        self.cuts = Cuts()
         self._modules: list[tuple[str, Any]] = []
         self._names: ParameterNames | None = None
         self._structure: list[Any] = []
@@ -32,11 +35,13 @@ class Canonical:
 
     def look(self, state: Mapping[str, Any]) -> Canonical:
         self._modules, self._names, self._compared = list(modules_in(state)), None, False
+        self.cuts.forget()
         return self
 
     def release(self) -> None:
         """Let go of the state. What is kept until the next `look` keeps nothing of it alive."""
         self._modules, self._names = [], None
+        self.cuts.forget()
 
     @property
     def modules(self) -> list[tuple[str, Any]]:
@@ -49,13 +54,35 @@ class Canonical:
             self._names = ParameterNames(self._modules)
         return self._names
 
-    def taken(self, value: Any) -> Any:
-        """The state of an object that saves itself. Its `state_dict()` is called once."""
+    def flat(self, state: Mapping[str, Any]) -> FlatState:
+        """A state taken apart, see `flatten`; it is kept until `release`."""
+        if isinstance(state, Mapping):
+            self.look(state)
+        flat = flatten(state, self.rank, self.taken)
+        sources = [x.source for x in flat.leaves.values()]
+        for name, part in self.cuts.parts(list(flat.leaves), sources).items():
+            flat.leaves[name] = leaf_of(name, part, per_rank=False)
+        return flat
+
+    def taken(self, value: Any, path: str) -> Any:
+        """The state of an object at `path` that saves itself. Its `state_dict()` is called once."""
         tree = value.state_dict()
         if is_keyed(value):
-            return taken_keyed(tree, value, self.rank)
+            return self._whole(taken_keyed(tree, value, self.rank), path, trained_parameters(value))
         if is_optimizer(value) and is_numbered(tree, value):
-            return named(tree, value, self.by_number(value))
+            names = self.by_number(value)
+            of = dict(zip(reversed(names), reversed(parameters(value)), strict=True))
+            return self._whole(named(tree, value, names), path, of)
+        return tree
+
+    def _whole(self, tree: Any, path: str, of: Mapping[Any, Any]) -> Any:
+        """An optimizer's state without that of parameters of no element here. Notes what the rest is of."""
+        if not isinstance(tree, Mapping) or not isinstance(state := tree.get("state"), Mapping):
+            return tree
+        if any(map(is_empty, of.values())):
+            state = {k: v for k, v in state.items() if k not in of or not is_empty(of[k])}
+            tree = {**tree, "state": state}
+        self.cuts.note(path, state, of)
         return tree
 
     def by_number(self, optimizer: Any) -> list[Name]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ckpt.canonical.cuts import is_empty
 from ckpt.canonical.optimizers import CLASS, class_of
 
 GROUPS = "groups"
@@ -81,6 +82,12 @@ def keyed_parameters(optimizer: Any) -> dict[str, Any]:
     return found
 
 
+def trained_parameters(optimizer: Any) -> dict[str, Any]:
+    """Those in groups. One in no group stands for a wrapper's own state."""
+    trained = {id(p) for _, group in groups_of(optimizer) for p in group["params"]}
+    return {key: p for key, p in keyed_parameters(optimizer).items() if id(p) in trained}
+
+
 def keys_of(optimizer: Any) -> dict[int, str]:
     """Keys by the ids of parameters."""
     return {id(p): key for key, p in keyed_parameters(optimizer).items()}
@@ -123,10 +130,16 @@ def give_keyed(optimizer: Any, loaded: Mapping[str, Any]) -> None:
     first step would have put it, so that nobody has to take that step before.
     """
     parameters = keyed_parameters(optimizer)
+    # Those of other ranks' parts keep what they have.
+    empty = {key for key, p in trained_parameters(optimizer).items() if is_empty(p)}
     for key, home in homes_of(optimizer).items():
-        _make_alike(home, parameters[key], loaded["state"].get(key))
+        if key not in empty:
+            _make_alike(home, parameters[key], loaded["state"].get(key))
     now = optimizer.state_dict()
     rest = {k: v for k, v in loaded.items() if k not in (GROUPS, WRAPPERS)}
+    if empty:
+        kept = {k: v for k, v in now["state"].items() if k in empty}
+        rest["state"] = {**rest["state"], **kept}
     if "param_groups" in now:  # they get their options below: in each group that there is
         rest["param_groups"] = now["param_groups"]
     optimizer.load_state_dict(rest)

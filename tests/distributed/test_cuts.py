@@ -1,0 +1,47 @@
+"""Tables and their optimizer state, from every way of sharding to every other: docs/resharding.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.distributed.cuts_ranks import OPTIMIZERS, ways
+from tests.distributed.launch import run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs/resharding.md"
+WORLDS = (1, 2, 4)
+SHOWN = {"same": "=", "merged": "m", "split": "a"}
+
+
+def test_state_follows_its_table_to_any_cut_at_any_number_of_ranks(tmp_path: Path) -> None:
+    module = "tests.distributed.cuts_ranks"
+    roots = tmp_path / "roots"
+    for world in WORLDS:
+        run_ranks(module, world, tmp_path / f"save{world}", "save", str(roots))
+    seen: dict[tuple[str, str, str], set[str]] = {}
+    for world in WORLDS:
+        folder = tmp_path / f"check{world}"
+        out = run_ranks(module, world, folder, "check", str(roots), *map(str, WORLDS))
+        for optimizer, was, here, outcome in json.loads(out[0]):
+            seen.setdefault((optimizer, was, here), set()).add(outcome)
+    # Every way met every other; state of single elements is the same wherever it goes.
+    assert set(seen) == {(o, a, b) for o in OPTIMIZERS for a in ways(o) for b in ways(o)}
+    assert {x for (o, *_), found in seen.items() if o != "rowwise" for x in found} == {"same"}
+    found = [[a, *(cell(seen, a, b) for b in ways("rowwise"))] for a in ways("rowwise")]
+    rows = [f"| **{way}** | {' | '.join(cells)} |" for way, *cells in found]
+    assert printed_table() == found, "\n".join([f"{DOCS.name} should have", *rows])
+
+
+def cell(seen: dict[tuple[str, str, str], set[str]], was: str, here: str) -> str:
+    if "dense_cw" in (was, here):  # which has a column shard for each rank
+        return "n"
+    (outcome,) = seen["rowwise", was, here]
+    return SHOWN[outcome]
+
+
+def printed_table() -> list[list[str]]:
+    """The cells of the matrix in the docs."""
+    text = DOCS.read_text()
+    rows = re.findall(r"^\| \*\*(\w+)\*\* \|(.*)\|$", text, re.MULTILINE)
+    return [[way, *(cell.strip() for cell in cells.split("|"))] for way, cells in rows]
