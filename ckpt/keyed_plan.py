@@ -23,8 +23,7 @@ from ckpt.canonical.keyed import (
 from ckpt.canonical.optimizers import CLASS
 from ckpt.conversions import STEP, as_called_by, is_fused_class, same_updates
 from ckpt.giving import KEEP
-from ckpt.index import TensorInfo
-from ckpt.row_plan import Table, fit_rows, is_of_rows
+from ckpt.row_plan import Table, fit_rows
 from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
@@ -222,11 +221,8 @@ class _Fit:
 
     def _table(self, key: Any) -> Table | None:
         """The parameter itself, here and as it was stored, if the state has it."""
-        m = self._m
-        leaf = m.leaf_of_parameter(str(key))
-        info = None if leaf is None else m.stored_as(leaf.fqn)
         kind = self._class_at_save(key) or self._class_here(key) or "the optimizer"
-        return None if leaf is None or info is None else Table(leaf, info, kind)
+        return self._m.table(self._m.leaf_of_parameter(str(key)), kind)
 
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""
@@ -242,7 +238,8 @@ class _Fit:
         if not isinstance(stored, TensorRef):
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
-        if isinstance(live, TensorRef) and (table := self._rows_of(key, live, info)) is not None:
+        table = self._table(key)
+        if isinstance(live, TensorRef) and table is not None and m.is_of_rows(live, info, table):
             return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
         if m.fits(live, info):
             return m.fill(m.flat.leaves[live.fqn], info, at)
@@ -271,15 +268,6 @@ class _Fit:
             return m.make(info, at, like=parameter.detach().new_empty(()))
         fits = bool(info.shape) and info.shape == shape
         return m.make(info, at, like=parameter if fits else None, part=part if fits else None)
-
-    def _rows_of(self, key: Any, live: TensorRef, info: TensorInfo) -> Table | None:
-        """The table whose row-wise state this is, at the save and here, with as many rows."""
-        table = self._table(key)
-        if table is None or len(table.info.shape) != 2 or table.info.shape != table.leaf.shape:
-            return None
-        here = self._m.flat.leaves[live.fqn].shape
-        rowwise = is_of_rows(info.shape, table.info.shape) and is_of_rows(here, table.leaf.shape)
-        return table if rowwise else None
 
     def _makes_state(self, key: Any) -> bool:
         return key in self._homes and makes_state(self._homes[key])

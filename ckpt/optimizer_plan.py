@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.canonical.alike import few
+from ckpt.canonical.cuts import is_empty
 from ckpt.canonical.optimizers import CLASS, Name, class_of, numbered, parameters
 from ckpt.index import TensorInfo
+from ckpt.row_plan import fit_rows
+from ckpt.tree import Leaf
 from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
@@ -248,10 +251,18 @@ class _Fit:
             elif self._m.terms.excludes(at):
                 self._m.claim(entry)
                 self._m.found.kept.append(at)
+            elif is_empty(self._by_name[here]):  # another rank's part has the state
+                self._m.claim(entry)
             else:
                 out[here] = self._entry(
                     self._by_name[here], self._want["state"].get(here), entry, at
                 )
+        live_state = self._optimizer.state
+        for name, p in self._by_name.items():
+            if (
+                is_empty(p) and p in live_state
+            ):  # isn't stored, and torch would drop what isn't given
+                out[name] = dict(live_state[p])
         for k, live in self._want["state"].items():
             at = self._at("state", k)
             gone = k in self._by_name and k not in taken
@@ -279,7 +290,11 @@ class _Fit:
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
         m.found.claimed.add(info.fqn)
-        shape = tuple(parameter.shape)
+        table = m.table(self._leaf_of(parameter), self._class)
+        if isinstance(live, TensorRef) and table is not None and m.is_of_rows(live, info, table):
+            return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
+        part = m.part_of_table(parameter)
+        shape = tuple(parameter.shape) if part is None else part.whole
         was = self._shape_at_save(parameter)
         resized = m.terms.resizes(at) or self._resizes(parameter)
         if len(info.shape) > 0 and info.shape != shape and resized and info.shape == was:
@@ -293,7 +308,13 @@ class _Fit:
             return None
         if m.fits(live, info):
             return m.fill(m.flat.leaves[live.fqn], info, at)
-        return m.make(info, at, like=parameter if info.shape == shape and shape else None)
+        fits = bool(shape) and info.shape == shape
+        return m.make(info, at, like=parameter if fits else None, part=part if fits else None)
+
+    def _leaf_of(self, parameter: torch.Tensor) -> Leaf | None:
+        """The parameter as a tensor of the state."""
+        keys = self._m.canonical.names.keys(parameter)
+        return next((x for k in keys if (x := self._m.flat.leaves.get(k)) is not None), None)
 
     def _misfits(
         self, info: TensorInfo, shape: tuple[int, ...], was: tuple[int, ...] | None

@@ -28,6 +28,7 @@ from ckpt.kernel_plan import fit_kernels
 from ckpt.keyed_plan import fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Merge, Piece
+from ckpt.row_plan import Table, is_of_rows
 from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, Part, PerRank, Shard, leaf_of, torch_dtype
 from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
@@ -181,6 +182,18 @@ class Matching:
     def stored_as(self, key: str) -> TensorInfo | None:
         """The tensor of the checkpoint that is `key` in the state."""
         return self._stored_by_key.get(key)
+
+    def table(self, leaf: Leaf | None, kind: str) -> Table | None:
+        """A tensor of the state and what was stored as it, if it is a table; `kind` is its optimizer."""
+        info = None if leaf is None else self.stored_as(leaf.fqn)
+        if leaf is None or info is None or len(info.shape) != 2 or info.shape != leaf.shape:
+            return None
+        return Table(leaf, info, kind)
+
+    def is_of_rows(self, live: TensorRef, info: TensorInfo, table: Table) -> bool:
+        """Is this the row-wise state of a table, here and as it was stored?"""
+        here = self.flat.leaves[live.fqn].shape
+        return is_of_rows(info.shape, table.info.shape) and is_of_rows(here, table.leaf.shape)
 
     def lookups(self, table: str) -> set[int]:
         """How often the fused kernels that had a table at the save had run."""
@@ -733,7 +746,7 @@ def _recut_optimizer_state(
             f"{name}: rowwise state of {fqn}, whose column shards were {sorted(stored)} and are "
             f"{sorted(here)} here; restore at the sharding it was saved with, or leave the optimizer out"
             for name, x in flat.leaves.items()
-            if inner in f".{name}." and len(x.shape) == 1 and name in tensors
+            if inner in f".{name}." and is_of_rows(x.shape, leaf.shape) and name in tensors
             if name not in fitted
             if not terms.excludes(name)
         ]

@@ -33,10 +33,10 @@ CKPT = [
     {"chunks", "pump", "snapshot"},
     {
         *("commit", "coordinator", "foreign", "outcomes", "plan", "restore", "rng"),
-        *("giving", "optimizer_plan", "pieces", "writer"),
+        *("conversions", "giving", "pieces", "writer"),
     },
-    {"conversions", "row_plan"},
-    {"kernel_plan", "keyed_plan"},
+    {"row_plan"},
+    {"kernel_plan", "keyed_plan", "optimizer_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
     {"engine", "equality", "export", "persist", "restorer"},

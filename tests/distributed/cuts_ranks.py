@@ -1,6 +1,7 @@
 """Ranks that save tables in every way of sharding, or restore them into every other.
 
     cuts_ranks.py save FOLDER: a checkpoint of each optimizer, of ShardedTensor and of DTensor output
+    cuts_ranks.py uneven ROOT: a save that is refused
     cuts_ranks.py check FOLDER WORLD...: those that so many ranks saved, into tables that are cut otherwise
 
 Every element of a table says which it is, so that what a tensor of optimizer state belongs to is read off
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor import distribute_tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -46,19 +49,22 @@ from tests.distributed.launch import join, leave
 warnings.simplefilter("ignore")
 
 ROWS, COLUMNS = 10, 16
-STEPS, LOOKUPS = 3, 5
+STEPS, LOOKUPS, RATE = 3, 5, 0.05
 OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise": RowWiseAdagrad,
     "adam": torch.optim.Adam,
+    "plain_adam": torch.optim.Adam,
+    "plain_adagrad": torch.optim.Adagrad,
 }
 OUTPUTS = ("sharded", "dtensor")
 WAYS = ("tw", "rw", "cw", "cw4", "twrw", "twcw", "dp", "dense_tw", "dense_rw", "dense_cw")
 
 
 def ways(optimizer: str) -> tuple[str, ...]:
-    if optimizer == "adam":  # fbgemm has it on GPUs only
+    if optimizer not in ("sgd", "adagrad", "rowwise"):
+        # Not TorchRec's, or one that fbgemm has on GPUs only.
         return tuple(w for w in WAYS if not is_fused(w))
     # TorchRec's RowWiseAdagrad fails over the empty parameter of a rank without a dense table.
     return tuple(w for w in WAYS if (optimizer, w) != ("rowwise", "dense_tw"))
@@ -139,6 +145,8 @@ def build(optimizer: str, output: str, of: dict[str, str]) -> Trained:
         sharders=[sharder],
     )
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    if optimizer.startswith("plain"):
+        return Trained(model, kind(rest.values(), lr=0.1))
     parts: list[Any] = [model.fused_optimizer]
     if rest:
         parts.append(KeyedOptimizerWrapper(rest, lambda ps: kind(ps, lr=0.1)))
@@ -181,12 +189,16 @@ def held(trained: Trained) -> Iterator[Held]:
             states = module.get_optimizer_state()
             for n, w in enumerate(module.split_embedding_weights()):
                 yield _held(w, dict(states[n]) if states else {}, module)
-    for p in trained.optimizer.params.values():
+    dense = _dense(trained)
+    for p in (p for group in dense.param_groups for p in group["params"]):
         if type(p).__name__ in ("TableBatchedEmbeddingSlice", "Parameter") and p.numel():
-            yield _held(p.detach(), dict(_dense(trained).state.get(p, {})), None)
+            yield _held(p.detach(), dict(dense.state.get(p, {})), None)
 
 
 def _dense(trained: Trained) -> Any:
+    """The torch optimizer of all tables that fused kernels don't have."""
+    if isinstance(trained.optimizer, torch.optim.Adam | torch.optim.Adagrad):
+        return trained.optimizer
     return trained.optimizer._optims[-1][1]._optimizer
 
 
@@ -231,12 +243,15 @@ def save(folder: Path, rank: int, world: int) -> None:
             trained = build(optimizer, output, of)
             for table, rows, columns, t in boxes(trained.model):
                 t.copy_(weights(table)[rows, columns])
-            if optimizer == "adam":  # which makes its state at the first step
-                for p in trained.optimizer.params.values():
+            if optimizer.endswith("adam"):  # which makes its state at the first step
+                dense = _dense(trained)
+                for p in (p for group in dense.param_groups for p in group["params"]):
                     p.grad = torch.zeros_like(p) if p.numel() else None
-                _dense(trained).step()  # by zeros: the weights stay
+                dense.step()  # by zeros: the weights stay
             for one in held(trained):
                 fill(one)
+            for group in trained.optimizer.param_groups:
+                group["lr"] = RATE
             root = folder / f"{optimizer}-{output}-{world}"
             with Checkpointer(str(root), CheckpointConfig(chunk_bytes=4096)) as c:
                 c.restore({}, fresh=True)
@@ -308,6 +323,8 @@ def check_one(root: str, optimizer: str, output: str, saved: int, turn: int) -> 
         assert torch.equal(t, weights(table)[rows, columns]), table
     for one in held(trained):
         check_state(one, were, saved, optimizer)
+    for group in trained.optimizer.param_groups:
+        assert abs(group["lr"] - RATE) < 1e-8, group
     for n, way in were.items():
         kept = optimizer != "rowwise" or _is_as_it_was(way, saved, of[f"t{n}"], world)
         yield [optimizer, way, of[f"t{n}"], "split" if n in split else "same" if kept else "merged"]
@@ -355,11 +372,29 @@ def _merges(stored: list[tuple[int, int]], here: list[tuple[int, int]]) -> bool:
     )
 
 
+def uneven(root: str) -> None:
+    """A DTensor doesn't say which of several column shards of different widths a rank has."""
+    world = dist.get_world_size()
+    table = distribute_tensor(
+        torch.ones(4, 2 * world - 1), init_device_mesh("cpu", (world,)), [ShardOf(1)]
+    )
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(table.to_local())])
+    with Checkpointer(root) as c:
+        try:
+            c.save(1, {"table": table, "optimizer": optimizer})
+        except BadInputError as e:
+            assert "table: its column shards have different widths" in str(e)
+        else:
+            raise AssertionError("a part of a table went to an unknown place")
+
+
 def main() -> None:
     action, folder, *worlds = sys.argv[1:]
     rank, world = join()
     if action == "save":
         save(Path(folder), rank, world)
+    elif action == "uneven":
+        uneven(folder)
     else:
         seen = check(Path(folder), list(map(int, worlds)))
         if rank == 0:

@@ -33,6 +33,11 @@ def test_state_follows_its_table_to_any_cut_at_any_number_of_ranks(tmp_path: Pat
     assert printed_table() == found, "\n".join([f"{DOCS.name} should have", *rows])
 
 
+def test_a_dtensor_of_uneven_columns_is_refused_with_its_name(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    run_ranks("tests.distributed.cuts_ranks", 2, tmp_path / "meet", "uneven", root)
+
+
 def cell(seen: dict[tuple[str, str, str], set[str]], was: str, here: str) -> str:
     if "dense_cw" in (was, here):  # which has a column shard for each rank
         return "n"
