@@ -222,7 +222,7 @@ class _Fit:
     def _table(self, key: Any) -> Table | None:
         """The parameter itself, here and as it was stored, if the state has it."""
         kind = self._class_at_save(key) or self._class_here(key) or "the optimizer"
-        return self._m.table(self._m.leaf_of_parameter(str(key)), kind)
+        return self._m.table(self._m.leaf_of_parameter(self._parameters[key], str(key)), kind)
 
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""

@@ -13,7 +13,6 @@ from ckpt.canonical.cuts import is_empty
 from ckpt.canonical.optimizers import CLASS, Name, class_of, numbered, parameters
 from ckpt.index import TensorInfo
 from ckpt.row_plan import fit_rows
-from ckpt.tree import Leaf
 from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
@@ -290,7 +289,7 @@ class _Fit:
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
         m.found.claimed.add(info.fqn)
-        table = m.table(self._leaf_of(parameter), self._class)
+        table = m.table(m.leaf_of_parameter(parameter, ""), self._class)
         if isinstance(live, TensorRef) and table is not None and m.is_of_rows(live, info, table):
             return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
         part = m.part_of_table(parameter)
@@ -310,11 +309,6 @@ class _Fit:
             return m.fill(m.flat.leaves[live.fqn], info, at)
         fits = bool(shape) and info.shape == shape
         return m.make(info, at, like=parameter if fits else None, part=part if fits else None)
-
-    def _leaf_of(self, parameter: torch.Tensor) -> Leaf | None:
-        """The parameter as a tensor of the state."""
-        keys = self._m.canonical.names.keys(parameter)
-        return next((x for k in keys if (x := self._m.flat.leaves.get(k)) is not None), None)
 
     def _misfits(
         self, info: TensorInfo, shape: tuple[int, ...], was: tuple[int, ...] | None

@@ -18,7 +18,7 @@ import torch
 from ckpt.belonging import incomplete_state
 from ckpt.canonical import Canonical
 from ckpt.canonical.cuts import TablePart, is_spread, table_parts
-from ckpt.canonical.kernels import KERNELS, TABLES
+from ckpt.canonical.kernels import KERNELS, TABLES, parts_of
 from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
@@ -31,7 +31,8 @@ from ckpt.pieces import Merge, Piece
 from ckpt.row_plan import Table, is_of_rows
 from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, Part, PerRank, Shard, leaf_of, torch_dtype
-from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, resolve
+from ckpt.values import parts_of as items_of
 
 _SHOWN = 8
 _COLLISION = "._mch_"
@@ -151,29 +152,39 @@ class Matching:
     # -- tables ---------------------------------------------------------------------------------
 
     @cached_property
-    def _spread(self) -> dict[int, Leaf]:
-        """By the memory of shards: the tensor that says how it is spread over ranks."""
-        spread = [x for x in self.flat.leaves.values() if is_spread(x.source)]
-        return {s.tensor.data_ptr(): x for x in spread for s in x.shards if s.tensor.numel()}
+    def _by_memory(self) -> dict[int, Leaf]:
+        """By the memory of its shards: a tensor of the state, one that says how it is spread if there is."""
+        leaves = sorted(self.flat.leaves.values(), key=lambda x: not is_spread(x.source))
+        found: dict[int, Leaf] = {}
+        for leaf in leaves:
+            for shard in leaf.shards:
+                if shard.tensor.numel():
+                    found.setdefault(shard.tensor.data_ptr(), leaf)
+        return found
+
+    @cached_property
+    def _by_end(self) -> dict[str, Leaf | None]:
+        """By the ends of keys: the tensor of the state; None where several end alike."""
+        return _by_ends(self.flat.leaves)
 
     def part_of_table(self, parameter: Any) -> TablePart | None:
         """Which part of a table a parameter is that a dense kernel has, if it is one."""
         if is_spread(parameter) or not parameter.numel():
             return None
-        table = self._spread.get(place := parameter.data_ptr())
-        return None if table is None else table_parts([(table.fqn, table.source)]).get(place)
+        table = self._by_memory.get(place := parameter.data_ptr())
+        if table is None or not is_spread(table.source):
+            return None
+        return table_parts([(table.fqn, table.source)]).get(place)
 
-    @cached_property
-    def _tables(self) -> dict[str, Leaf | None]:
-        """By the ends of keys: the tensor of the state; None where several end alike."""
-        return _by_ends(self.flat.leaves)
-
-    def leaf_of_parameter(self, name: str) -> Leaf | None:
-        """The tensor of the state that an optimizer calls `name`."""
+    def leaf_of_parameter(self, parameter: Any, name: str) -> Leaf | None:
+        """The tensor of the state that is an optimizer's parameter: by its memory, else by name."""
+        for part in parts_of(parameter):
+            if part.numel() and (leaf := self._by_memory.get(part.data_ptr())) is not None:
+                return leaf
         for top, _ in self.canonical.modules:
             if (leaf := self.flat.leaves.get(f"{top}.{name}")) is not None:
                 return leaf
-        return self._tables.get(name)
+        return self._by_end.get(name)
 
     @cached_property
     def _stored_by_key(self) -> dict[str, TensorInfo]:
@@ -260,7 +271,7 @@ class Matching:
                 return self._unlike(want, stored, path)
             if not isinstance(want, Instance):
                 return fields
-            order = dict.fromkeys([*(k for k, _ in parts_of(stored) or () if k in fields), *fields])
+            order = dict.fromkeys([*(k for k, _ in items_of(stored) or () if k in fields), *fields])
             return Instance(*want.like, tuple((k, fields[k]) for k in order))
         if isinstance(w, dict) and isinstance(stored, dict):
             return self._dict(w, stored, path)  # as it was stored before types were
@@ -556,7 +567,7 @@ class Matching:
         return stored
 
     def _given_instance(self, want: Any, stored: Instance, path: str) -> Any:
-        inner = dict(parts_of(want) or ())
+        inner = dict(items_of(want) or ())
         fields = [(k, self.given(inner.get(k), v, f"{path}.{k}")) for k, v in stored.fields]
         here = tuple(f for f in fields if f[1] is not _ABSENT)
         if len(here) < len(fields) and not isinstance(as_dict(stored), dict):
@@ -605,7 +616,7 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     """Are there tensors, objects or ranks' own parts in it?"""
     if path in flat.objects or isinstance(want, TensorRef | PerRankRef):
         return True
-    parts = parts_of(want) or ()
+    parts = items_of(want) or ()
     return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in parts)
 
 
