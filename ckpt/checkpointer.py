@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ from ckpt.canonical.alike import comparable
 from ckpt.canonical.kernels import Kernels
 from ckpt.config import CheckpointConfig
 from ckpt.coordinator import Store, describe, join, raise_first
+from ckpt.description import of_rank, united
 from ckpt.digest import digest_of
 from ckpt.engine import Engine, Job
 from ckpt.errors import (
@@ -42,6 +44,7 @@ from ckpt.errors import (
 from ckpt.events import GuardedSink, LogSink
 from ckpt.live import Layout, LiveState, live_state
 from ckpt.manifest import AttemptRecord
+from ckpt.manifest import canonical as encoded
 from ckpt.outcomes import Outcomes, SaveHandle, SaveStats, uncommitted, was_skipped
 from ckpt.pace import Pace
 from ckpt.persist import FATAL, Persister, StagedSave, plan_tag, save_tag
@@ -355,6 +358,29 @@ class Checkpointer:
             return self._take(step, live, notes, started)
         finally:
             live.release()
+
+    def describe(self, state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+        """Write what `state` is like to a local file of rank 0, without its bytes, for `ckpt explain`.
+
+        Collective. Raises BadInputError as save() does for what can't be stored, StorageError.
+        """
+        canonical = Canonical(self._coordinator.rank, self._kernels)
+        try:
+            mine = of_rank(canonical.flat(state))
+        except Exception as e:
+            mine = describe(e)
+        finally:
+            canonical.release()
+
+        def written(parts: list[dict[str, Any]]) -> None:
+            raise_first(parts)
+            try:
+                Path(path).write_bytes(encoded(united(parts)))
+            except OSError as e:
+                raise StorageError(f"{os.fspath(path)}: can't be written: {e.strerror}") from e
+
+        tag = self._round("describe")
+        self._coordinator.decide(tag, mine, written, self._config.commit_timeout_s)
 
     def decline(self) -> None:
         """Take no part in a save, where `fatal` is known here already. Call it in the place of save().

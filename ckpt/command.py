@@ -20,7 +20,8 @@ def run_command(
     """Run a click command and return its exit code.
 
     0 done; 1 a defect; 2 bad input; 3 not found; 4 conflict; 5 corrupt; 6 storage or deadline;
-    7 save failed; 9 a resume isn't exact; 130 interrupted. `--debug` anywhere on the line shows the trace.
+    7 save failed; 9 what should be equal isn't; 130 interrupted. `--debug` anywhere on the line shows
+    the trace.
 
     Args:
         command: the group of commands.

@@ -87,7 +87,7 @@ class RestoreError(SidestageError):
 
 
 class InexactError(SidestageError):
-    """A resumed training went another way than one that was not interrupted.
+    """Two things differ that are to be equal, such as a training that was resumed and one that was not.
 
     proof: a `trainer.proving.ResumeProof`, if there was one to compare.
     """

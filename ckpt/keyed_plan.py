@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,36 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
+@dataclass(frozen=True)
+class KeyedOptimizer:
+    """What a restore must know of a keyed optimizer.
+
+    parameters: by key. kinds: the class of optimizer of each key. makes_state: keys of those that make their
+    state at their first step. empty: keys of trained parameters without elements here. places: of what it
+    wraps and combines.
+    """
+
+    parameters: Mapping[str, Any]
+    kinds: Mapping[str, str]
+    makes_state: Set[str]
+    empty: Set[str]
+    places: Set[str]
+
+
+def described(optimizer: Any) -> KeyedOptimizer:
+    homes = homes_of(optimizer)
+    return KeyedOptimizer(
+        keyed_parameters(optimizer),
+        {key: kind_of(home) for key, home in homes.items()},
+        {key for key, home in homes.items() if makes_state(home)},
+        {key for key, p in trained_parameters(optimizer).items() if is_empty(p)},
+        {place for place, _ in nest(optimizer)},
+    )
+
+
 def fit_keyed(
     matching: Matching,
-    optimizer: Any,
+    optimizer: KeyedOptimizer,
     want: Mapping[Any, Any],
     stored: Mapping[Any, Any],
     path: str,
@@ -47,7 +75,7 @@ class _Fit:
     def __init__(
         self,
         matching: Matching,
-        optimizer: Any,
+        optimizer: KeyedOptimizer,
         want: Mapping[Any, Any],
         stored: Mapping[Any, Any],
         path: str,
@@ -57,12 +85,8 @@ class _Fit:
         self._want = want
         self._stored = stored
         self._path = path
-        self._parameters = keyed_parameters(optimizer)
-        trained = trained_parameters(optimizer)
-        self._empty = {key for key, p in trained.items() if is_empty(p)}
         self._options = self._stored_options()
         self._state = self._by_keys_here(stored.get("state", {}))
-        self._homes = homes_of(optimizer)
         self._others: dict[tuple[str, str], list[str]] = {}  # keys by the classes that aren't alike
 
     def tree(self) -> Any:
@@ -127,10 +151,10 @@ class _Fit:
         """An entry for each parameter that has state after the restore: of this rank's, and no others."""
         out: dict[Any, Any] = {}
         want = self._want["state"]
-        for key, parameter in self._parameters.items():
+        for key, parameter in self._optimizer.parameters.items():
             live, stored = want.get(key, _ABSENT), self._state.get(key, _ABSENT)
             at = self._at("state", key)
-            if key in self._empty:  # another rank's part has the state
+            if key in self._optimizer.empty:  # another rank's part has the state
                 self._m.claim(None if stored is _ABSENT else stored)
                 continue
             if self._is_excluded(key):
@@ -144,7 +168,7 @@ class _Fit:
             if entry is not _ABSENT:
                 out[key] = entry
         for key, stored in self._state.items():
-            if key not in self._parameters and stored:
+            if key not in self._optimizer.parameters and stored:
                 if self._is_excluded(key):
                     self._m.claim(stored)
                 else:
@@ -159,7 +183,7 @@ class _Fit:
             return _ABSENT
         if not live:
             return {}
-        if key in self._options and self._makes_state(key):
+        if key in self._options and key in self._optimizer.makes_state:
             return _ABSENT
         self._m.absent(live, at)
         return self._m.live(live)
@@ -169,7 +193,7 @@ class _Fit:
             return self._m.given(None if live is _ABSENT else live, stored, at)
         here = live if isinstance(live, dict) else {}
         stored = self._as_called_here(key, stored, here, at)
-        if not here and stored and not self._makes_state(key):
+        if not here and stored and key not in self._optimizer.makes_state:
             self._m.claim(stored)
             self._m.found.wrong.append(
                 f"{at}: the checkpoint has {few(list(stored))}, and the optimizer here has no state of it; "
@@ -217,12 +241,14 @@ class _Fit:
         return next((g.get(CLASS) for _, g in self._options.get(key, {}).values()), None)
 
     def _class_here(self, key: Any) -> str | None:
-        return kind_of(self._homes[key]) if key in self._homes else None
+        return self._optimizer.kinds.get(key)
 
     def _table(self, key: Any) -> Table | None:
         """The parameter itself, here and as it was stored, if the state has it."""
         kind = self._class_at_save(key) or self._class_here(key) or "the optimizer"
-        return self._m.table(self._m.leaf_of_parameter(self._parameters[key], str(key)), kind)
+        return self._m.table(
+            self._m.leaf_of_parameter(self._optimizer.parameters[key], str(key)), kind
+        )
 
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""
@@ -269,9 +295,6 @@ class _Fit:
         fits = bool(info.shape) and info.shape == shape
         return m.make(info, at, like=parameter if fits else None, part=part if fits else None)
 
-    def _makes_state(self, key: Any) -> bool:
-        return key in self._homes and makes_state(self._homes[key])
-
     def _in_groups(self, *options: str) -> set[Any]:
         """Keys in the groups here that have one of these options on; without any: in all groups."""
         (live,) = self._want[GROUPS].values()
@@ -282,13 +305,12 @@ class _Fit:
     def _beside(self) -> dict[str, Any]:
         """What wrappers keep for themselves."""
         m, out = self._m, {}
-        places = {place for place, _ in nest(self._optimizer)}
         stored, want = self._stored.get(WRAPPERS, {}), self._want.get(WRAPPERS, {})
         for place, entries in stored.items():
             at = self._at(WRAPPERS, place)
             if m.terms.excludes(at):
                 m.kept(want.get(place), entries, at)
-            elif place in places:
+            elif place in self._optimizer.places:
                 out[place] = m.given(want.get(place), entries, at)
             else:
                 m.surplus(entries, at)
@@ -316,7 +338,7 @@ class _Fit:
         return found
 
     def _compare_classes(self) -> None:
-        here = {key: kind_of(home) for key, home in self._homes.items()}
+        here = self._optimizer.kinds
         for key, by_rank in self._options.items():
             if key not in here or self._m.terms.other_optimizer or self._is_excluded(key):
                 continue

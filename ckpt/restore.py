@@ -150,12 +150,16 @@ class CheckpointReader:
             raise NotFoundError(f"{fqn}: no such tensor in step {self.record.step}{hint}")
         return self.tensors[fqn]
 
-    def same_chunks(self, one: str, other: str) -> bool:
-        """Are two tensors known to be equal, since they are cut alike and their chunks have one digest?"""
-        a, b = self.info(one), self.info(other)
+    def same_chunks(self, one: str, other: str, of: CheckpointReader | None = None) -> bool:
+        """Are two tensors known to be equal, since they are cut alike and their chunks have one digest?
+
+        of: the checkpoint that has the other, by default this one.
+        """
+        of = of or self
+        a, b = self.info(one), of.info(other)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        return self._digests(one) == self._digests(other)
+        return self._digests(one) == of._digests(other)
 
     def _digests(self, fqn: str) -> list[Any]:
         return sorted(

@@ -25,7 +25,7 @@ from ckpt.errors import BadInputError, CorruptError
 from ckpt.giving import KEEP
 from ckpt.index import TensorInfo
 from ckpt.kernel_plan import fit_kernels
-from ckpt.keyed_plan import fit_keyed
+from ckpt.keyed_plan import KeyedOptimizer, described, fit_keyed
 from ckpt.optimizer_plan import fit_optimizer
 from ckpt.pieces import Merge, Piece
 from ckpt.row_plan import Table, is_of_rows
@@ -491,8 +491,9 @@ class Matching:
             )
         if isinstance(obj, torch.nn.Module):
             return self._module(want, stored, path)
-        if is_keyed(obj) and GROUPS in want:
-            return fit_keyed(self, obj, want, stored, path)
+        if GROUPS in want and (is_keyed(obj) or isinstance(obj, KeyedOptimizer)):
+            keyed = obj if isinstance(obj, KeyedOptimizer) else described(obj)
+            return fit_keyed(self, keyed, want, stored, path)
         if CLASS in want and isinstance(stored.get(GROUPS), dict) and "param_groups" in want:
             stored = plain_of(stored)
         if CLASS in want and "param_groups" in want and "param_groups" in stored:

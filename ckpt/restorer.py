@@ -132,12 +132,12 @@ class Restorer:
         plan: RestorePlan | None = None
         try:
             self._pin(ref)
-            opened = self._open(ref, elastic=wanted.terms.elastic)
+            opened = self._open(ref, wanted.terms)
             plan = plan_restore(
                 wanted.flat, opened.source, wanted.terms, wanted.canonical, self._spell
             )
             check_places(state, plan.tree, plan.per_rank)
-            mine = _told(plan)
+            mine = payload_of(plan)
         except Exception as e:  # the other ranks must not wait for one that gave up
             mine = describe(e)
         source = opened.source if opened else None
@@ -145,9 +145,9 @@ class Restorer:
         def agree(payloads: list[dict[str, Any]]) -> dict[str, Any]:
             raise_first(payloads)
             assert source is not None
-            return _verdict(payloads, source, ref.step, wanted.terms, self._spell)
+            return verdict(payloads, source, ref.step, wanted.terms, self._spell)
 
-        verdict = self._coordinator.decide(f"{tag}/fits", mine, agree, self._timeout_s)
+        agreed = self._coordinator.decide(f"{tag}/fits", mine, agree, self._timeout_s)
         assert opened is not None
         assert plan is not None
         self._together(f"{tag}/checked", lambda: self._check(opened.reader, plan))
@@ -155,8 +155,8 @@ class Restorer:
             told = {"objects": ahead.used, "warmed_bytes": ahead.warmed_bytes, "error": ahead.error}
             self._sink.emit("prefetched", **told)
         self._together(f"{tag}/given", lambda: self._change(opened.reader, plan, state, ref.step))
-        skipped = tuple(verdict["skip"])
-        for note in verdict["notes"]:
+        skipped = tuple(agreed["skip"])
+        for note in agreed["notes"]:
             self._sink.emit("restored_with", step=ref.step, note=note)
         if skipped:
             self._sink.emit("not_restored", step=ref.step, keys=list(skipped))
@@ -216,19 +216,11 @@ class Restorer:
             with suppress(StorageError):
                 self.pins.enter_context(Pin(self._storage, ref, "restore"))
 
-    def _open(self, ref: CommitRef, *, elastic: bool) -> _Opened:
+    def _open(self, ref: CommitRef, terms: RestoreTerms) -> _Opened:
         record: CommitRecord = Catalog(self._reading).read(ref)
-        rank, world = self._coordinator.rank, self._coordinator.world_size
-        same_world = record.world_size == world
         reader = CheckpointReader(self._reading, record)
-        per_rank = reader.per_rank_values(rank) if same_world else {}
-        source = Source(reader.tensors, reader.values(), per_rank, same_world)
-        if not same_world and not elastic and (keys := reader.per_rank_keys()):
-            raise BadInputError(
-                f"step {ref.step} was saved by {record.world_size} ranks, this job has {world}, and "
-                f"{', '.join(keys)} belong to single ranks; pass "
-                f"{self._spell('elastic', True)} to leave those as they are"
-            )
+        here = self._coordinator
+        source = source_for(reader, here.rank, here.world_size, terms, self._spell)
         return _Opened(reader, source)
 
     def _candidates(self, step: int | None) -> list[CommitInfo]:
@@ -264,7 +256,23 @@ def _targets(pieces: Iterable[Piece]) -> list[Target]:
     return [Target(p.stored, s.tensor, s.offsets) for p in pieces for s in p.shards]
 
 
-def _told(plan: RestorePlan) -> dict[str, Any]:
+def source_for(
+    reader: CheckpointReader, rank: int, world_size: int, terms: RestoreTerms, spell: Spell
+) -> Source:
+    """A checkpoint as one of so many ranks sees it. BadInputError if parts of ranks belong to nobody."""
+    record = reader.record
+    same_world = record.world_size == world_size
+    if not same_world and not terms.elastic and (keys := reader.per_rank_keys()):
+        raise BadInputError(
+            f"step {record.step} was saved by {record.world_size} ranks, this job has {world_size}, and "
+            f"{', '.join(keys)} belong to single ranks; pass {spell('elastic', True)} to leave those as "
+            f"they are"
+        )
+    per_rank = reader.per_rank_values(rank) if same_world else {}
+    return Source(reader.tensors, reader.values(), per_rank, same_world)
+
+
+def payload_of(plan: RestorePlan) -> dict[str, Any]:
     """What the other ranks must know of a plan."""
     return {
         "wrong": plan.wrong,
@@ -277,7 +285,7 @@ def _told(plan: RestorePlan) -> dict[str, Any]:
     }
 
 
-def _verdict(
+def verdict(
     payloads: list[dict[str, Any]], source: Source, step: int, terms: RestoreTerms, spell: Spell
 ) -> dict[str, Any]:
     """Rank 0's judgement over all ranks: refuse, or which keys stay as they are."""

@@ -39,8 +39,8 @@ CKPT = [
     {"kernel_plan", "keyed_plan", "optimizer_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
-    {"engine", "equality", "export", "persist", "restorer"},
-    {"checkpointer", "dcp", "importing"},
+    {"description", "engine", "equality", "export", "persist", "restorer"},
+    {"checkpointer", "dcp", "explain", "importing"},
     {"cli"},
 ]
 NO_TORCH = set().union(*CKPT[: next(n for n, layer in enumerate(CKPT) if "tree" in layer)])

@@ -6,6 +6,12 @@ import json
 import re
 from pathlib import Path
 
+from ckpt.catalog import Catalog
+from ckpt.description import of_checkpoint
+from ckpt.explain import Explanation, explain
+from ckpt.restore import CheckpointReader
+from ckpt.storage import open_storage
+from ckpt.terms import RestoreTerms, as_argument
 from tests.distributed.cuts_ranks import OPTIMIZERS, ways
 from tests.distributed.launch import run_ranks
 
@@ -28,9 +34,36 @@ def test_state_follows_its_table_to_any_cut_at_any_number_of_ranks(tmp_path: Pat
     # Every way met every other; state of single elements is the same wherever it goes.
     assert set(seen) == {(o, a, b) for o in OPTIMIZERS for a in ways(o) for b in ways(o)}
     assert {x for (o, *_), found in seen.items() if o != "rowwise" for x in found} == {"same"}
+    check_explained(roots)
     found = [[a, *(cell(seen, a, b) for b in ways("rowwise"))] for a in ways("rowwise")]
     rows = [f"| **{way}** | {' | '.join(cells)} |" for way, *cells in found]
     assert printed_table() == found, "\n".join([f"{DOCS.name} should have", *rows])
+
+
+def check_explained(roots: Path) -> None:
+    """`explain`, which has no optimizer and no TorchRec, says of each checkpoint what a restore did."""
+    for here in ("rowwise-sharded-1", "rowwise-dtensor-4"):
+        told = explained(roots / "rowwise-sharded-2", roots / here)
+        dense_cw = f"t{ways('rowwise').index('dense_cw')}"
+        tables = [f"t{n}" for n in range(len(ways("rowwise")))]
+        split = [dense_cw] if here.endswith("4") else []
+        assert [t for t in tables if f".{t}.weight" in told.refused] == split, told.refused
+        assert {o.outcome for o in told.outcomes} == {"restored"}
+        state = {o.key.split(".")[3] for o in told.outcomes if o.key.startswith("optimizer.state.")}
+        # All tables have state there: of a split one only its count of steps.
+        assert state == set(tables)
+    told = explained(roots / "adam-sharded-2", roots / "plain_adam-dtensor-1")
+    assert told.refused == ""
+    assert {o.outcome for o in told.outcomes} == {"restored"}
+
+
+def explained(root: Path, other: Path) -> Explanation:
+    readers = []
+    for folder in (root, other):
+        storage = open_storage(str(folder))
+        catalog = Catalog(storage)
+        readers.append(CheckpointReader(storage, catalog.read(catalog.find(1).ref)))
+    return explain(readers[0], of_checkpoint(readers[1]), RestoreTerms(), as_argument)
 
 
 def test_a_dtensor_of_uneven_columns_is_refused_with_its_name(tmp_path: Path) -> None:
