@@ -57,9 +57,11 @@ class LivingLookups:
             self._hook = register_module_parameter_registration_hook(self._registered)
         if not self._looked and "fbgemm_gpu" in sys.modules:
             self._looked = True
-            fused = tuple(kind for kind in _kinds(nn.Module) if _is_fused_kind(kind))
+            # A list: whoever looks at this moment in another thread would break a tuple in the making.
+            fused = [kind for kind in _kinds(nn.Module) if _is_fused_kind(kind)]
             if fused:  # nearly all that refers to a class is of it
-                self._modules.update(m for m in gc.get_referrers(*fused) if isinstance(m, fused))
+                found = [m for m in gc.get_referrers(*fused) if isinstance(m, tuple(fused))]
+                self._modules.update(found)
 
     def _registered(self, module: nn.Module, _name: str, _parameter: Any) -> None:
         if is_fused(module):
