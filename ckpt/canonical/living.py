@@ -60,8 +60,8 @@ class LivingLookups:
             # A list: whoever looks at this moment in another thread would break a tuple in the making.
             fused = [kind for kind in _kinds(nn.Module) if _is_fused_kind(kind)]
             if fused:  # nearly all that refers to a class is of it
-                found = [m for m in gc.get_referrers(*fused) if isinstance(m, tuple(fused))]
-                self._modules.update(found)
+                found = [m for m in gc.get_referrers(*fused) if isinstance(m, nn.Module)]
+                self._modules.update(filter(is_fused, found))
 
     def _registered(self, module: nn.Module, _name: str, _parameter: Any) -> None:
         if is_fused(module):
