@@ -195,10 +195,11 @@ class _Fit:
         stored = self._as_called_here(key, stored, here, at)
         if not here and stored and key not in self._optimizer.makes_state:
             self._m.claim(stored)
+            kind = self._class_here(key) or "of a class of its own"
+            way = "" if is_fused_class(kind) else "call its init_state() before restore(), or "
             self._m.found.wrong.append(
-                f"{at}: the checkpoint has {few(list(stored))}, and the optimizer here has no state of it; "
-                f"call its init_state() before restore(), or leave it out with "
-                f"{self._m.spell('exclude', [at])}"
+                f"{at}: the checkpoint has {few(list(stored))}, and the optimizer here has no state of it "
+                f"({kind}); {way}leave it out with {self._m.spell('exclude', [at])}"
             )
             return _ABSENT
         out = {
