@@ -27,7 +27,7 @@ CKPT = [
     {"branch", "doctor"},
     {"tree"},
     {"canonical"},
-    {"blocks", "native", "walk"},
+    {"blocks", "description", "native", "walk"},
     {"live", "pace", "placing", "ring", "rows", "staging", "stretches"},
     {"attach", "budget", "fence", "packing", "proof", "replicas", "threads"},
     {"chunks", "pump", "snapshot"},
@@ -39,7 +39,7 @@ CKPT = [
     {"kernel_plan", "keyed_plan", "optimizer_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
-    {"description", "engine", "equality", "export", "persist", "restorer"},
+    {"engine", "equality", "export", "persist", "restorer", "specs"},
     {"checkpointer", "dcp", "explain", "importing"},
     {"cli"},
 ]

@@ -156,7 +156,7 @@ def _as_option(name: str, value: object) -> str:
 
 
 def _described(spec: str, stack: ExitStack) -> StateDescription:
-    from ckpt.description import of_checkpoint, of_file
+    from ckpt.specs import of_checkpoint, of_file
 
     if (path := Path(spec)).is_file():
         return of_file(path)

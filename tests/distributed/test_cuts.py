@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from ckpt.catalog import Catalog
-from ckpt.description import of_checkpoint
 from ckpt.explain import Explanation, explain
 from ckpt.restore import CheckpointReader
+from ckpt.specs import of_checkpoint
 from ckpt.storage import open_storage
 from ckpt.terms import RestoreTerms, as_argument
 from tests.distributed.cuts_ranks import OPTIMIZERS, ways
