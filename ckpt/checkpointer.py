@@ -212,7 +212,7 @@ class Checkpointer:
             rename: beginnings of keys in the checkpoint, and what they are in this state.
             rows: patterns of tensors whose sizes may differ: what both have is restored.
             other_optimizer: accept the state of another optimizer class.
-            approximate: accept row-wise optimizer state of a whole column shard for each of its parts.
+            approximate: accept row-wise optimizer state of a whole column shard for a part of it.
             fresh: start from scratch although the root has checkpoints.
             prefetched: what was read ahead of this root. The result is the same as without; it is
                 closed at the end.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -176,21 +176,22 @@ class _Files:
         self._storage = storage
         self._key = ""
         self._found: NearObject | None = None
+        self._opened = ExitStack()
 
     def of(self, run: _Run) -> NearObject | None:
         """The run's file, if it's near."""
         if (key := run.pieces[0].key) != self._key:
             self.close()
             try:
-                self._found = near(self._storage, key)
+                found = near(self._storage, key)
+                self._found = None if found is None else self._opened.enter_context(found)
             except NotFoundError:
                 raise _gone(run) from None
             self._key = key
         return self._found
 
     def close(self) -> None:
-        if self._found is not None:
-            self._found.__exit__(None, None, None)
+        self._opened.close()
         self._key, self._found = "", None
 
 

@@ -1,7 +1,8 @@
 """One optimizer under two roofs: in the backward pass of a fused kernel, or as a step of its own.
 
-Both compute the same updates and keep the same state, called differently. A kernel counts its lookups where
-the other counts steps.
+Both keep the same state for an element, called differently, and change it alike where it gets a gradient.
+Where it gets none a kernel leaves it, and torch's Adam goes on decaying its moments. A kernel counts its
+lookups where the other counts steps.
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "torch.optim.adam.Adam": _ADAM,
 }
 STEP = "step"
+# Kernels whose updates depend on how often they have run.
+_CORRECTED = frozenset(("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"))
 
 
-def same_updates(one: str | None, other: str | None) -> bool:
-    """Are they one optimizer, wherever it runs?"""
+def same_kind(one: str | None, other: str | None) -> bool:
+    """Are they one optimizer, wherever it runs? Options of the groups aside."""
     return one is not None and other is not None and _dense(one) == _dense(other)
 
 
 def is_fused_class(kind: str) -> bool:
     return kind.startswith("fbgemm.")
+
+
+def depends_on_count(kind: str) -> bool:
+    """Does a kernel of this class, with or without `fbgemm.`, correct its updates by a count?"""
+    return kind.removeprefix("fbgemm.") in _CORRECTED
 
 
 def as_called_by(kind: str, entry: Mapping[Any, Any], here: Iterable[Any]) -> dict[Any, Any]:

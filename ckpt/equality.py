@@ -25,7 +25,8 @@ class Difference:
     key: of the tensor or value; parts that a rank has for itself end in `@rank`.
     said: how, in words.
     only_in: 0 or 1 for an entry that only one of the two has.
-    relative: of tensors of floating point numbers, the greatest difference over the greatest magnitude.
+    relative: of tensors of floating point numbers, the greatest difference over the greatest magnitude; None
+        where one that differs is infinite or no number.
     tensor: of two tensors of one dtype and shape, by how much.
     """
 
@@ -41,16 +42,19 @@ class TensorDifference:
     """By how much two tensors differ.
 
     elements, rows: how many differ, by their bits; a scalar is one row. of_elements, of_rows: of how many.
-    norms: the Euclidean norms of both and of their difference, over all elements, in double precision.
-    largest: the greatest difference of an element; NaNs aside.
+    norms: the Euclidean norms of both and of their difference, over all elements, in double precision; None
+        where that isn't finite.
+    largest: the greatest difference of an element, of those that are finite in both.
+    not_finite: elements that differ and are infinite, or no number, in one or both.
     """
 
     elements: int
     of_elements: int
     rows: int
     of_rows: int
-    norms: tuple[float, float, float]
+    norms: tuple[float | None, float | None, float | None]
     largest: float
+    not_finite: int
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,16 @@ def _tensors_differ(
     if not seen.elements:
         return None
     shape = torch.Size(infos[0].shape)
-    norms = (math.sqrt(seen.squares[0]), math.sqrt(seen.squares[1]), math.sqrt(seen.squares[2]))
+    a, b, apart = (math.sqrt(x) if math.isfinite(x) else None for x in seen.squares)
     found = TensorDifference(
-        *(seen.elements, shape.numel(), seen.rows, shape[0] if shape else 1, norms, seen.largest)
+        *(seen.elements, shape.numel(), seen.rows, shape[0] if shape else 1, (a, b, apart)),
+        *(seen.largest, seen.not_finite),
     )
     is_float = torch_dtype(infos[0].dtype).is_floating_point
     relative = seen.largest / seen.magnitude if is_float and seen.magnitude else None
     by = "" if relative is None else f", by {relative:.1e} of the largest at most"
+    if seen.not_finite:
+        by, relative = f", {seen.not_finite} of them infinite or no number", None
     said = f"{seen.elements} of {max(1, found.of_elements)} elements{by}"
     return Difference(key, said, relative=relative, tensor=found)
 
@@ -141,7 +148,7 @@ class _Seen:
     """What is known of two tensors after some of their rows."""
 
     def __init__(self) -> None:
-        self.elements = self.rows = 0
+        self.elements = self.rows = self.not_finite = 0
         self.squares = [0.0, 0.0, 0.0]
         self.largest = self.magnitude = 0.0
 
@@ -155,8 +162,11 @@ class _Seen:
             return
         self.elements += int(unequal.sum())
         self.rows += int(unequal.view(x.shape[0], -1).any(1).sum()) if x.dim() else 1
-        self.largest = max(self.largest, float(apart.abs().nan_to_num().max()))
-        self.magnitude = max(self.magnitude, float(a.abs().nan_to_num().max()))
+        finite = a.isfinite() & b.isfinite()
+        odd = (~finite).reshape(unequal.numel(), -1).any(1) & unequal
+        self.not_finite += int(odd.sum())
+        self.largest = max(self.largest, float(apart.where(finite, 0.0).abs().max()))
+        self.magnitude = max(self.magnitude, float(a.where(a.isfinite(), 0.0).abs().max()))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@
     │   ├── SaveSkippedError          exit 7   not begun, by policy: earlier saves were pending
     │   └── UntrackedWriteError       exit 7   something but training changed state in an open snapshot
     ├── RestoreError                  exit 8   a restore failed halfway: build the state anew
-    └── InexactError                  exit 9   a resume isn't exact: mend what is left out of the state
+    └── InexactError                  exit 9   two things differ that are to be equal: see which, and why
 
 Every message names the key, the numbers and the next step, in one line.
 """

@@ -19,6 +19,7 @@ from ckpt.canonical.kernels import (
     kind_of_kernel,
 )
 from ckpt.canonical.keyed import GROUPS, is_keyed, nest
+from ckpt.conversions import depends_on_count
 from ckpt.pieces import Piece
 from ckpt.tree import Shard
 from ckpt.values import TensorRef
@@ -31,8 +32,6 @@ _ALL = (*_COUNTS, KIND, "learning_rate", OPTIONS)
 _HIGHEST = (
     "max_counter"  # of a kernel's rows, now and then: of all that had the tables, the highest
 )
-# Kernels whose updates depend on how often they have run.
-_CORRECTED = frozenset(("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"))
 _Stored = tuple[str, Mapping[str, Any]]
 
 
@@ -119,8 +118,8 @@ def _values(
             values[name] = matching.make(info, f"{path}.{name}")
         elif value is not None and name != KIND:
             values[name] = max(highest) if name == _HIGHEST and highest else value
-    if steps and isinstance(count := values.get("iter_cpu", values.get("iter")), int):
-        _from_steps(matching, kernel, steps, [torch.tensor(float(count))])
+    if steps and (count := values.get("iter_cpu", values.get("iter"))) is not None:
+        _from_steps(matching, kernel, steps, [torch.as_tensor(count)])
     return values
 
 
@@ -131,7 +130,7 @@ def _from_steps(
     if not steps:
         return None
     first = next(iter(steps.values()))
-    if kind_of_kernel(kernel) in _CORRECTED:
+    if depends_on_count(kind_of_kernel(kernel)):
         why = (
             f"{KERNELS}: {few(list(steps))}: one kernel has them here, with one count of steps, and they had "
             f"different ones at the save: restore them to kernels of their own, or leave this out with "

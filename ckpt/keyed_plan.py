@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,10 @@ from ckpt.canonical.keyed import (
     trained_parameters,
 )
 from ckpt.canonical.optimizers import CLASS
-from ckpt.conversions import STEP, as_called_by, is_fused_class, same_updates
+from ckpt.conversions import STEP, as_called_by, depends_on_count, is_fused_class, same_kind
 from ckpt.giving import KEEP
 from ckpt.row_plan import Table, fit_rows
+from ckpt.tree import Leaf
 from ckpt.values import TensorRef
 
 if TYPE_CHECKING:
@@ -216,27 +218,42 @@ class _Fit:
     ) -> Mapping[Any, Any]:
         """State that was kept in a kernel, and is by an optimizer's step now, or the other way round."""
         was, now = self._class_at_save(key), self._class_here(key)
-        if was is None or now is None or was == now or not same_updates(was, now):
+        if was is None or now is None or was == now or not same_kind(was, now):
             return stored
         found = as_called_by(now, stored, here)
-        table = self._table(key)
+        leaf = self._m.leaf_of_parameter(self._optimizer.parameters[key], str(key))
         if is_fused_class(now):
-            step = stored.get(STEP)
-            if isinstance(step, TensorRef):
-                step = self._m.make(self._m.source.tensors[step.fqn], f"{at}.{STEP}")
-            if table is not None and step is not None:
-                self._m.dense_steps[table.leaf.fqn] = torch.as_tensor(step)
+            if not self._m.terms.excludes(f"{at}.{STEP}"):
+                self._count_lookups(leaf, stored.get(STEP), now, at)
         elif found or STEP in here:
-            counts = set() if table is None else self._m.lookups(table.leaf.fqn)
-            if len(counts) == 1:
+            counts = set() if leaf is None else self._m.lookups(leaf.fqn)
+            if self._m.terms.excludes(f"{at}.{STEP}"):
+                if STEP not in here:
+                    self._m.stays(None, None, f"{at}.{STEP}", at)
+            elif len(counts) == 1:
                 found[STEP] = torch.tensor(float(counts.pop()))
             else:
-                told = f"counted {sorted(counts)}" if counts else "doesn't say how often they ran"
+                told = f"counted {sorted(counts)}" if counts else "don't say how often they ran"
                 self._m.found.wrong.append(
-                    f"{at}.{STEP}: the kernels of the save {told}, and {now} needs one count; leave it out "
-                    f"with {self._m.spell('exclude', [at])}"
+                    f"{at}.{STEP}: the kernels of the save {told}, and {now} needs one count; leave "
+                    f"the state out with {self._m.spell('exclude', [at])}"
                 )
         return found
+
+    def _count_lookups(self, leaf: Leaf | None, step: Any, now: str, at: str) -> None:
+        """A kernel goes on counting where an optimizer had counted its steps."""
+        if isinstance(step, TensorRef):
+            step = self._m.make(self._m.source.tensors[step.fqn], f"{at}.{STEP}")
+        if step is None:
+            return
+        if leaf is not None:
+            self._m.dense_steps[leaf.fqn] = torch.as_tensor(step)
+        elif depends_on_count(now):
+            self._m.found.wrong.append(
+                f"{at}.{STEP}: {now} corrects its updates by this count, and its table isn't in the state, "
+                f"so that its kernel can't be told; put the module into the state, or leave this out with "
+                f"{self._m.spell('exclude', [at])}"
+            )
 
     def _class_at_save(self, key: Any) -> str | None:
         return next((g.get(CLASS) for _, g in self._options.get(key, {}).values()), None)
@@ -254,8 +271,8 @@ class _Fit:
     def _value(self, key: Any, parameter: Any, live: Any, stored: Any, at: str) -> Any:
         """One thing that is kept for a parameter, most often a tensor of its shape."""
         m = self._m
-        if m.terms.excludes(at) and live is not None:
-            return m.kept(live, stored, at) and m.live(live)
+        if m.terms.excludes(at):
+            return m.stays(live, stored, at, self._at("state", key))
         if isinstance(stored, dict) and live is None:
             m.claim(stored)
             m.found.wrong.append(
@@ -270,7 +287,7 @@ class _Fit:
             return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
         if m.fits(live, info):
             return m.fill(m.flat.leaves[live.fqn], info, at)
-        part = m.part_of_table(parameter)
+        part = m.part_of_table(parameter, info)
         shape = tuple(parameter.shape) if part is None else part.whole
         resized = m.terms.resizes(at) or any(
             m.terms.resizes(f"{top}.{key}") for top, _ in m.canonical.modules
@@ -287,7 +304,7 @@ class _Fit:
             m.found.claimed.add(info.fqn)
             m.found.wrong.append(
                 f"{at}: the checkpoint has {info.dtype} {list(info.shape)} for a parameter whose shape is "
-                f"{list(shape)} here"
+                f"{list(shape)} here; leave it out with {m.spell('exclude', [self._at('state', key)])}"
             )
             return None
         if not info.shape and key in self._in_groups("capturable", "fused"):
@@ -345,7 +362,7 @@ class _Fit:
                 continue
             for _, group in by_rank.values():
                 was = group.get(CLASS)
-                if was is not None and not same_updates(was, here[key]):
+                if was is not None and not same_kind(was, here[key]):
                     keys = self._others.setdefault((was, here[key]), [])
                     if key not in keys:
                         keys.append(key)
@@ -378,7 +395,7 @@ class _Fit:
                 was = one[1].get(CLASS)
                 if was in (None, group[CLASS]):
                     chosen.setdefault(_text(one[1]), one)
-                elif same_updates(was, group[CLASS]):
+                elif same_kind(was, group[CLASS]):
                     known = {k: v for k, v in one[1].items() if k in group or k == CLASS}
                     converted.setdefault(_text(known), (one[0], known))
         options_of = [c[1] for c in chosen.values()]
@@ -399,8 +416,9 @@ class _Fit:
                     options[k] = m.given(group.get(k), v, self._at(where, k))
         if converted:
             m.found.notes.append(
-                f"{self._path}: {few(group['params'])}: was updated by another optimizer than "
-                f"{group[CLASS]} that does the same; options that only one of them has stay as they are here"
+                f"{self._path}: {few(group['params'])}: "
+                f"{few(sorted({str(c[1].get(CLASS)) for c in converted.values()}))} of the save is "
+                f"{group[CLASS]} here; options that only one of them has stay as they are here"
             )
         return options
 
@@ -422,8 +440,11 @@ class _Fit:
 
 def _is_rounded(one: Any, other: Any) -> bool:
     """Are they one number, that a kernel keeps in single precision?"""
-    both = isinstance(one, float) and isinstance(other, float)
-    return both and struct.pack("f", one) == struct.pack("f", other)
+    if not (isinstance(one, float) and isinstance(other, float)):
+        return False
+    with suppress(OverflowError):
+        return struct.pack("f", one) == struct.pack("f", other)
+    return one == other
 
 
 def _text(group: Mapping[Any, Any]) -> bytes:

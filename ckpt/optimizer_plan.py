@@ -280,29 +280,33 @@ class _Fit:
         if not isinstance(stored, dict):
             return self._m.given(live, stored, at)
         live = live if isinstance(live, dict) else {}
-        return {k: self._value(parameter, live.get(k), v, f"{at}.{k}") for k, v in stored.items()}
+        return {k: self._value(parameter, live.get(k), v, at, k) for k, v in stored.items()}
 
-    def _value(self, parameter: torch.Tensor, live: Any, stored: Any, at: str) -> Any:
-        """One thing that is kept for a parameter, most often a tensor of its shape."""
-        m = self._m
+    def _value(self, parameter: torch.Tensor, live: Any, stored: Any, whole: str, k: Any) -> Any:
+        """One thing that is kept for a parameter, at `whole`; most often a tensor of its shape."""
+        m, at = self._m, f"{whole}.{k}"
         if not isinstance(stored, TensorRef):
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
         m.found.claimed.add(info.fqn)
+        if m.terms.excludes(at):
+            return m.stays(live, stored, at, whole)
         table = m.table(m.leaf_of_parameter(parameter, ""), self._class)
         if isinstance(live, TensorRef) and table is not None and m.is_of_rows(live, info, table):
             return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
-        part = m.part_of_table(parameter)
+        part = m.part_of_table(parameter, info)
         shape = tuple(parameter.shape) if part is None else part.whole
         was = self._shape_at_save(parameter)
         resized = m.terms.resizes(at) or self._resizes(parameter)
         if len(info.shape) > 0 and info.shape != shape and resized and info.shape == was:
             return self._resized(parameter, live, info, at)
-        if self._misfits(info, shape, was):
+        partly = part is not None and live is None and bool(info.shape) and info.shape != shape
+        if partly or self._misfits(info, shape, was):
             m.found.wrong.append(
                 f"{at}: the checkpoint has {info.dtype} {list(info.shape)} for a parameter whose shape "
                 f"is {list(shape)} here"
                 + (f" and was {list(was)} at the save" if was not in (None, shape) else "")
+                + f"; leave it out with {m.spell('exclude', [whole])}"
             )
             return None
         if m.fits(live, info):

@@ -167,9 +167,9 @@ class Matching:
         """By the ends of keys: the tensor of the state; None where several end alike."""
         return _by_ends(self.flat.leaves)
 
-    def part_of_table(self, parameter: Any) -> TablePart | None:
-        """Which part of a table a parameter is that a dense kernel has, if it is one."""
-        if is_spread(parameter) or not parameter.numel():
+    def part_of_table(self, parameter: Any, info: TensorInfo) -> TablePart | None:
+        """Which part of a table a dense kernel's parameter is, if its stored state `info` is of the whole."""
+        if info.kind == "per_rank" or is_spread(parameter) or not parameter.numel():
             return None
         table = self._by_memory.get(place := parameter.data_ptr())
         if table is None or not is_spread(table.source):
@@ -203,6 +203,8 @@ class Matching:
 
     def is_of_rows(self, live: TensorRef, info: TensorInfo, table: Table) -> bool:
         """Is this the row-wise state of a table, here and as it was stored?"""
+        if info.kind == "per_rank":  # of this rank's part alone
+            return False
         here = self.flat.leaves[live.fqn].shape
         return is_of_rows(info.shape, table.info.shape) and is_of_rows(here, table.leaf.shape)
 
@@ -414,6 +416,17 @@ class Matching:
             f"{path}: {list(info.shape)} restored into {list(leaf.shape)}, the rest stays as made"
         )
         return leaf.source
+
+    def stays(self, live: Any, stored: Any, at: str, whole: str) -> Any:
+        """A part of the state of one parameter, `whole`, that is to stay as it is, as asked."""
+        if live is not None:
+            return self.kept(live, stored, at) and self.live(live)
+        self.claim(stored)
+        self.found.wrong.append(
+            f"{at}: can't be left out alone, since the optimizer here has no state of this parameter yet and "
+            f"needs all of it or none; leave all of it out with {self.spell('exclude', [whole])}"
+        )
+        return None
 
     def make(
         self,

@@ -65,10 +65,17 @@ def fit_rows(m: Matching, leaf: Leaf, info: TensorInfo, table: Table, at: str) -
     rows, columns = table.leaf.shape[0], table.stored_columns
     here = [s for s in leaf.shards if s.sizes[0]]
     of = _columns_here(here, table)
-    if info.dtype != leaf.dtype or info.shape[0] != rows * len(columns) or of is None:
+    out_with = f"leave it out with {m.spell('exclude', [at])}"
+    if info.dtype != leaf.dtype or info.shape[0] != rows * len(columns):
         m.found.wrong.append(
             f"{at}: the checkpoint has {info.dtype} {list(info.shape)} for {len(columns)} column shards of "
-            f"{table.leaf.fqn}, the state {leaf.dtype} {list(leaf.shape)}"
+            f"{rows} rows of {table.leaf.fqn}, and the state has {leaf.dtype}; {out_with}"
+        )
+        return leaf.source
+    if of is None:
+        m.found.wrong.append(
+            f"{at}: {table.leaf.fqn} has other shards on this rank than this state of it, so that their "
+            f"columns can't be told; {out_with}"
         )
         return leaf.source
     for shard, (first, stop) in zip(here, of, strict=True):
@@ -79,13 +86,13 @@ def fit_rows(m: Matching, leaf: Leaf, info: TensorInfo, table: Table, at: str) -
         elif why := _refusal(m, [columns[n] for n in inside], (first, stop), table.kind):
             m.found.wrong.append(
                 f"{at}: row-wise state of {table.leaf.fqn}, whose column shards were {_shown(columns)} at "
-                f"the save and are others here: {why}, or leave it out with {m.spell('exclude', [at])}"
+                f"the save and are others here: {why}, or {out_with}"
             )
             return leaf.source
         elif any(columns[n][0] < first or columns[n][1] > stop for n in inside):
             m.found.notes.append(
-                f"{at}: approximate: column shards of {table.leaf.fqn} get the value of the wider ones that "
-                f"they were a part of"
+                f"{at}: approximate: column shards of {table.leaf.fqn} get the mean of those of the save "
+                f"that they have columns of"
             )
         shares = [min(columns[n][1], stop) - max(columns[n][0], first) for n in inside]
         starts = [rows * n + shard.offsets[0] % rows for n in inside]
@@ -106,8 +113,8 @@ def _refusal(m: Matching, stored: Sequence[Interval], here: Interval, kind: str)
     whole = all(here[0] <= a and b <= here[1] for a, b in stored)
     if not whole and not m.terms.approximate:
         return (
-            f"the value of a part of one isn't known; restore at the sharding of the save, take that of the "
-            f"whole with {m.spell('approximate', True)}"
+            f"the value of a part of one isn't known; restore at the sharding of the save, take the whole's "
+            f"for it with {m.spell('approximate', True)}"
         )
     return None
 

@@ -32,8 +32,8 @@ class RestoreTerms:
     elastic: accept another number of ranks where parts of the state belong to single ranks: those
         then stay as they are.
     other_optimizer: accept the state of another optimizer class.
-    approximate: where the columns of a table are cut finer than at the save, row-wise optimizer state of a
-        part is that of the whole that it was in.
+    approximate: where a column shard of a table has a part only of one of the save, its row-wise optimizer
+        state is the mean of all that it has columns of.
     """
 
     partial: bool = False

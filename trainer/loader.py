@@ -17,6 +17,10 @@ from trainer.passes import END, Pass, Passes, length
 from trainer.stateful import StatefulPasses
 
 B = TypeVar("B")
+# What a position's state has, and what each kind of loader adds.
+_STATE = {"samples", "epoch", "batches"}
+_OF_INDEXED = {"begun", "seeded", "workers", "digest"}
+_OF_STATEFUL = {"loader", "again", "ended", "own"}
 
 
 class LoaderReader(Generic[B]):
@@ -104,15 +108,23 @@ class LoaderReader(Generic[B]):
 
     def check_state(self, state: Mapping[str, Any], position: int) -> None:
         """BadInputError if this loader would go on with other batches. Nothing is changed."""
+        kinds = [_STATE | set(k) for k in (_OF_INDEXED, _OF_STATEFUL)]
+        if not isinstance(state, Mapping) or not any(k <= set(state) for k in kinds):
+            raise BadInputError(
+                f"the checkpoint's reader wasn't a LoaderReader: its state after {position} batches is a "
+                f"{type(state).__name__} that says nothing of a loader; restore it with the reader that "
+                f"saved it"
+            )
         if ("loader" in state) != isinstance(self._passes, StatefulPasses):
             raise BadInputError(
                 "the checkpoint was saved by a loader of another kind: one is a DataLoader, the other has a "
                 "state of its own; use the kind that it was saved with"
             )
         if (had := state["samples"]) != (here := self._samples()):
+            counts, has = ("an unknown number of" if n is None else n for n in (had, here))
             raise BadInputError(
-                f"the checkpoint's position counts {had} samples and the loader's dataset has {here}: after "
-                f"{position} batches it would point to other data; give it the {had}"
+                f"the checkpoint's position counts {counts} samples and the loader's dataset has {has}: "
+                f"after {position} batches it would point to other data; give it the data that it had"
             )
         self._passes.check(state)
 

@@ -176,7 +176,7 @@ def _found(storage: Storage, step: int) -> CommitInfo:
         raise BadInputError(
             f"{storage.url} has no checkpoint of step {step}, but of {had or 'none'}: the training must keep "
             f"its root where it is told, save every so many steps as it is told, end at the step that it is "
-            f"told, and delete no checkpoints"
+            f"told (of --config: run.epochs must be enough for --at and --steps), and delete no checkpoints"
         ) from e
 
 

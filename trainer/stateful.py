@@ -79,8 +79,13 @@ class _StatefulPass:
             p.loader.load_state_dict(resumed["loader"])
             self._iterator = iter(p.loader)
             p.generators.set(resumed["own"])
-            for _ in range(int(resumed["again"])):
-                next(self._iterator, END)
+            for n in range(int(resumed["again"])):
+                if next(self._iterator, END) is END:
+                    raise BadInputError(
+                        f"the loader goes on from the checkpoint's state with {n} batches in epoch "
+                        f"{self.epoch}, and {resumed['again']} of them were consumed: give it the data that "
+                        f"it had"
+                    )
             p.generators.set(without_own(now))
         self._own = p.generators.own()
         self._keep()
@@ -111,6 +116,11 @@ class _StatefulPass:
         p, ahead = self._passes, self._handed - batches
         p.ahead = max(p.ahead, ahead)
         if self._iterator is None and self._resumed is not None:
+            if batches != self._resumed["batches"]:
+                raise BadInputError(
+                    f"the loader's state after batch {batches} of epoch {self.epoch} isn't kept: this "
+                    f"process has that after batch {self._resumed['batches']} only"
+                )
             return {**self._resumed}
         at, loader = next(((k, s) for k, s in reversed(self._kept) if k <= batches), (-1, None))
         ended = at != batches and not ahead and self.ended

@@ -111,10 +111,30 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
         yield from _parts([list(value.keys()), value.values(), value.lengths()], depth - 1)
         if callable(weights := getattr(value, "weights_or_none", None)):
             yield from _parts(weights(), depth - 1)
-    elif depth and hasattr(value, "__dict__"):
-        yield from _parts(vars(value), depth - 1)
-    else:
+    elif isinstance(value, set | frozenset):  # in another order in each process
+        yield repr(sorted(map(repr, value))).encode()
+    elif depth and (held := _held_by(value)) is not None:
+        yield from _parts(held, depth - 1)
+    elif "__repr__" in _named_in(type(value)):  # object's says where the object is
         yield repr(value).encode()
+
+
+def _named_in(kind: type) -> set[str]:
+    """What a class and those that it is derived from define, object aside."""
+    return {name for base in kind.__mro__[:-1] for name in vars(base)}
+
+
+def _held_by(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a class of its own, those in slots too."""
+    slots = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    there = {
+        n: getattr(value, n)
+        for n in slots
+        if n not in ("__dict__", "__weakref__") and hasattr(value, n)
+    }
+    return {**getattr(value, "__dict__", {}), **there}
 
 
 def _reached(state: Mapping[str, Any]) -> set[int]:

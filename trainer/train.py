@@ -286,7 +286,7 @@ def _fit(run: _Run, session: Session[Any]) -> None:
             )
             if session.steps > (session.restored.step if session.restored else 0):
                 session.save({"auc": f"{reached:.6f}"})
-        if run.reader.epoch >= epochs or session.steps == most:
+        if run.reader.epoch >= epochs or (most is not None and session.steps >= most):
             return
         began = time.monotonic()
         run.training.model.train()
@@ -296,7 +296,7 @@ def _fit(run: _Run, session: Session[Any]) -> None:
             ends = (session.position + 1) % run.reader.batches_per_epoch == 0
             session.step(in_flight=len(pipeline.batches), loss=out[0], save=not ends)
             kill_if_due(run.config.fault, run.place.rank, session.steps, session.stats.commits)
-            if session.steps == most:
+            if most is not None and session.steps >= most:
                 return
 
 

@@ -78,12 +78,13 @@ class Cuts:
         if not known.owners:
             return {}
         tables = table_parts((names[n], tensors[n]) for n in known.owners)
+        there = set(names)  # those that a rank has for itself are called otherwise
         return {
             f"{at}.{k}": Part(*place, value)
             for at, p, entry in noted
             if (of := tables.get(p.data_ptr())) is not None
             for k, value in entry.items()
-            if isinstance(value, torch.Tensor) and not is_spread(value)
+            if isinstance(value, torch.Tensor) and not is_spread(value) and f"{at}.{k}" in there
             if (place := of.state(tuple(value.shape))) is not None
         }
 

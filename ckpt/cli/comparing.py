@@ -85,7 +85,7 @@ def _numbers(d: Difference) -> list[str]:
     if d.tensor is None:
         return ["", "", "", ""]
     t = d.tensor
-    return [f"{t.rows} of {t.of_rows}", *(f"{n:.6g}" for n in t.norms)]
+    return [f"{t.rows} of {t.of_rows}", *("" if n is None else f"{n:.6g}" for n in t.norms)]
 
 
 @click.command()
@@ -105,7 +105,7 @@ def _numbers(d: Difference) -> list[str]:
 @click.option("--rows", multiple=True, metavar="PATTERN", help="Tensors whose sizes may differ.")
 @click.option("--elastic", is_flag=True, help="Accept another number of ranks.")
 @click.option("--other-optimizer", is_flag=True, help="Accept another class of optimizer.")
-@click.option("--approximate", is_flag=True, help="Accept finer column shards.")
+@click.option("--approximate", is_flag=True, help="Accept column shards cut otherwise.")
 @JSON_FLAG
 def explain(
     *,

@@ -109,7 +109,7 @@ def summary_of(c: CommitInfo) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def printable(text: str) -> str:

@@ -58,7 +58,7 @@ def test_each_difference_is_told_by_its_key() -> None:
     del other["none"]
     found = compared(state(), other)
     assert [(d.key, d.said) for d in found.differences] == [
-        ("w", "2 of 6 elements, by 1.0e-01 of the largest at most"),
+        ("w", "2 of 6 elements, 1 of them infinite or no number"),
         ("scalar", "1 of 1 elements, by 2.0e+00 of the largest at most"),
         ("none", "is only in the first"),
         ("flags", "1 of 2 elements"),
@@ -69,6 +69,7 @@ def test_each_difference_is_told_by_its_key() -> None:
         ("own.t@0", "1 of 2 elements, by 1.0e+00 of the largest at most"),
         ("plain.new", "is only in the second"),
     ]
+    assert found.differences[0].relative is None
     assert [d.only_in for d in found.differences if d.only_in is not None] == [0, 1]
 
 

@@ -87,6 +87,20 @@ def test_diff_says_how_much_of_a_tensor_has_changed(
     assert "same" not in found
 
 
+def test_numbers_that_are_not_finite_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = torch.tensor([1.0, float("nan"), float("inf"), 5.0])
+    two = torch.tensor([1.0, 2.0, float("-inf"), 6.0])
+    roots = [saved(tmp_path / n, {"t": t}) for n, t in (("a", one), ("b", two))]
+    code, out, _ = call(capsys, "diff", *roots, "--json")
+    (found,) = json.loads(out)["differences"]
+    assert code == 9
+    assert (found["elements"], found["not_finite"], found["largest"]) == (3, 2, 1.0)
+    assert found["norms"] == [None, None, None]
+    assert found["said"] == "3 of 4 elements, 2 of them infinite or no number"
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.complex64, torch.int64, torch.float16]
 )
@@ -173,7 +187,8 @@ def test_explain_says_what_a_restore_then_does(
         except BadInputError as e:
             assert code == 2
             assert "error: " in err
-            assert told["refused"].split(". Nothing was")[0].split("; accept")[0] in str(e)
+            assert told["refused"].split("; ")[0].split(". Nothing was")[0] in str(e)
+            assert told["refused"].count("the checkpoint") == str(e).count("the checkpoint")
             return
     assert (code, told["refused"]) == (0, ""), told
     assert result is not None

@@ -2,6 +2,7 @@
 
     cuts_ranks.py save FOLDER: a checkpoint of each optimizer, of ShardedTensor and of DTensor output
     cuts_ranks.py uneven ROOT: a save that is refused
+    cuts_ranks.py own_save|own_check ROOT: an optimizer of each rank's own
     cuts_ranks.py check FOLDER WORLD...: those that so many ranks saved, into tables that are cut otherwise
 
 Every element of a table says which it is, so that what a tensor of optimizer state belongs to is read off
@@ -42,7 +43,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from ckpt import CheckpointConfig, Checkpointer
+from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.errors import BadInputError
 from tests.distributed.launch import join, leave
 
@@ -286,9 +287,9 @@ def check(folder: Path, worlds: list[int]) -> list[list[Any]]:
         for saved in worlds:
             for was in OUTPUTS:
                 root = str(folder / f"{optimizer}-{was}-{saved}")
-                for output in OUTPUTS if optimizer in ("adagrad", "rowwise") else (was,):
-                    turn += 1
-                    seen += check_one(root, optimizer, output, saved, turn)
+                turn += 1
+                output = OUTPUTS[turn % len(OUTPUTS)]
+                seen += check_one(root, optimizer, output, saved, turn)
     return seen
 
 
@@ -389,6 +390,26 @@ def uneven(root: str) -> None:
             raise AssertionError("a part of a table went to an unknown place")
 
 
+def own(root: str, action: str) -> None:
+    """An optimizer over this rank's part of a table, as each rank's own: of the part alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    table = distribute_tensor(
+        torch.ones(2 * world, 6), init_device_mesh("cpu", (world,)), [ShardOf(0)]
+    )
+    part = torch.nn.Parameter(table.to_local())
+    optimizer = torch.optim.Adam([part])
+    with Checkpointer(root) as c:
+        if action == "own_save":
+            part.grad = torch.full_like(part, rank + 1.0)
+            optimizer.step()
+            c.save(1, {"table": table, "optimizer": PerRank(optimizer)}).committed.result()
+            return
+        assert c.restore({"table": table, "optimizer": PerRank(optimizer)}) is not None
+    moment = optimizer.state[part]["exp_avg"]
+    assert moment.shape == part.shape
+    assert torch.allclose(moment, torch.full_like(moment, 0.1 * (rank + 1)))
+
+
 def main() -> None:
     action, folder, *worlds = sys.argv[1:]
     rank, world = join()
@@ -396,6 +417,8 @@ def main() -> None:
         save(Path(folder), rank, world)
     elif action == "uneven":
         uneven(folder)
+    elif action.startswith("own"):
+        own(folder, action)
     else:
         seen = check(Path(folder), list(map(int, worlds)))
         if rank == 0:
