@@ -45,6 +45,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from ckpt import CheckpointConfig, Checkpointer, PerRank
 from ckpt.errors import BadInputError
+from ckpt.events import ListSink
 from tests.distributed.launch import join, leave
 
 warnings.simplefilter("ignore")
@@ -319,8 +320,12 @@ def check_one(root: str, optimizer: str, output: str, saved: int, turn: int) -> 
                 assert all((t == -1).all() for _, _, _, t in boxes(trained.model))
             else:
                 raise AssertionError(f"{split}: a part of a column shard was accepted")
-    with Checkpointer(root) as c:
+    events = ListSink()
+    with Checkpointer(root, sink=events) as c:
         assert c.restore(trained.state, approximate=bool(split)) is not None
+    notes = [str(e["note"]) for e in events.named("restored_with")]
+    told = {n for n in were if any(f".t{n}.weight get the mean" in note for note in notes)}
+    assert told == split, (told, split)
     for table, rows, columns, t in boxes(trained.model):
         assert torch.equal(t, weights(table)[rows, columns]), table
     for one in held(trained):

@@ -416,6 +416,57 @@ def test_a_reader_seeks_only_where_it_has_been() -> None:
         reader.seek(7)
 
 
+class Counted:
+    """A loader with a state of its own, of batches 0, 1, ... It doesn't say how many."""
+
+    batch_size = 1
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.at, self.begin = batches, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.begin = self.begin, 0
+        while self.at < self.batches:
+            self.at += 1
+            yield self.at - 1
+
+
+def test_a_resumed_loader_of_its_own_state_knows_one_place() -> None:
+    reader = LoaderReader(Counted(20))
+    batches = iter(reader)
+    assert [next(batches) for _ in range(8)] == list(range(8))
+    resumed = LoaderReader(Counted(20))
+    resumed.load_state(reader.state_at(8), 8)
+    with pytest.raises(BadInputError, match="after batch 5 of epoch 0 isn't kept"):
+        resumed.seek(5)
+    assert next(iter(resumed)) == 8
+
+
+def test_a_loader_that_ends_before_what_was_consumed_is_refused() -> None:
+    reader = LoaderReader(Counted(20))
+    batches = iter(reader)
+    for _ in range(10):
+        next(batches)
+    state = reader.state_at(8)  # a pipeline is two ahead
+    short = LoaderReader(Counted(5))
+    short.check_state(state, 8)
+    short.load_state(state, 8)
+    with pytest.raises(BadInputError, match="give it the data that it had"):
+        next(iter(short))
+
+
+@pytest.mark.parametrize("state", [{"cursor": 5}, 5, [1], None])
+def test_the_state_of_another_kind_of_reader_is_refused(state: Any) -> None:
+    with pytest.raises(BadInputError, match="wasn't a LoaderReader"):
+        reader_of("shuffled by a generator").check_state(state, 5)
+
+
 def test_torchdatas_own_loader(tmp_path: Path) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
