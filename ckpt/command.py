@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     import click
 
 
+def printable(text: str) -> str:
+    """Text that others wrote, such as a key, without what would move a terminal's cursor or colour it."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def run_command(
     command: click.Command, argv: Sequence[str] | None = None, *, hands_on: str | None = None
 ) -> int:
@@ -53,7 +60,7 @@ def run_command(
     except SidestageError as e:
         if debug:
             traceback.print_exc()
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {printable(str(e))}", file=sys.stderr)
         return e.exit_code
     except BrokenPipeError:
         return _reader_gone()
@@ -67,7 +74,8 @@ def run_command(
         if debug:
             traceback.print_exc()
         print(
-            f"error: {type(e).__name__}: {e} (a defect in sidestage; --debug shows the trace)",
+            f"error: {type(e).__name__}: {printable(str(e))} "
+            f"(a defect in sidestage; --debug shows the trace)",
             file=sys.stderr,
         )
         return 1

@@ -14,7 +14,7 @@ from ckpt.restore import CheckpointReader
 from ckpt.tree import torch_dtype
 from ckpt.values import PerRankRef, TensorRef, encode_value, parts_of
 
-_PIECE_BYTES = 16 << 20
+_MOST_ELEMENTS = 1 << 20  # in double precision at once
 _SHOWN_CHARS = 60
 
 
@@ -68,7 +68,8 @@ class Comparison:
 def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
     """Compare all tensors and values of two checkpoints, NaNs by their bits; not the annotations.
 
-    Reads 16 MiB at a time, and not what the digests say is equal. Raises CorruptError if one is damaged.
+    Holds a chunk of each column shard at a time (16 MiB by default), and doesn't read what the digests say
+    is equal. Raises CorruptError if one is damaged.
     """
     sides = [dict(_entries(reader)) for reader in (a, b)]
     keys = [*sides[0], *(k for k in sides[1] if k not in sides[0])]
@@ -154,19 +155,21 @@ class _Seen:
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         a, b = (_numbers(t) for t in (x, y))
-        apart = a - b
-        for n, t in enumerate((a, b, apart)):
+        for n, t in enumerate((a, b)):
             self.squares[n] += float(t.square().sum())
+        self.magnitude = max(self.magnitude, float(a.where(a.isfinite(), 0.0).abs().max()))
         unequal = _bytes(x).ne(_bytes(y)).any(1)
         if not bool(unequal.any()):
             return
         self.elements += int(unequal.sum())
         self.rows += int(unequal.view(x.shape[0], -1).any(1).sum()) if x.dim() else 1
-        finite = a.isfinite() & b.isfinite()
-        odd = (~finite).reshape(unequal.numel(), -1).any(1) & unequal
-        self.not_finite += int(odd.sum())
+        # Elements of the same bits are equal, whatever NaNs and infinities are to arithmetic.
+        unequal = unequal.view(x.shape)
+        apart = _apart(x, y, a, b)[unequal]
+        self.squares[2] += float(apart.square().sum())
+        finite = (a.isfinite() & b.isfinite())[unequal]
+        self.not_finite += int((~finite).reshape(len(finite), -1).any(1).sum())
         self.largest = max(self.largest, float(apart.where(finite, 0.0).abs().max()))
-        self.magnitude = max(self.magnitude, float(a.where(a.isfinite(), 0.0).abs().max()))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,25 +177,39 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
+def _apart(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elements of x less those of y. a, b: both in double precision, too coarse for neighbours of 64 bits."""
+    apart = a - b
+    if x.dtype not in (torch.int64, torch.uint64):
+        return apart
+    exact = (x.view(torch.int64) - y.view(torch.int64)).double()  # modulo 2 ** 64
+    return torch.where(apart.abs() < 2.0**62, exact, apart)
+
+
 def _pieces(
     readers: tuple[CheckpointReader, CheckpointReader], names: tuple[str, str]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    info = readers[0].info(names[0])
-    shape = tuple(info.shape)
-    if not shape or not torch.Size(shape).numel():
-        yield readers[0].read(names[0]), readers[1].read(names[1])
-        return
-    dtype = torch_dtype(info.dtype)
-    row = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    rows = max(1, _PIECE_BYTES // row)
-    for start in range(0, shape[0], rows):
-        size = (min(rows, shape[0] - start), *shape[1:])
-        pair = []
-        for reader, name in zip(readers, names, strict=True):
-            out = torch.empty(size, dtype=dtype, device="cpu")
-            reader.read_into(name, out, (start, *(0 for _ in shape[1:])))
-            pair.append(out)
-        yield pair[0], pair[1]
+    """The same rows of both, some at a time. However they are cut, each chunk is read once."""
+    sides = [iter(reader.iter_rows(name)) for reader, name in zip(readers, names, strict=True)]
+    held: list[torch.Tensor | None] = [None, None]
+    while True:
+        for n, side in enumerate(sides):
+            if held[n] is None:
+                found = next(side, None)
+                if found is None:
+                    return
+                held[n] = found[1]
+                del found  # the next chunk takes its place
+        x, y = held
+        assert x is not None
+        assert y is not None
+        if not x.dim():
+            yield x, y
+            return
+        rows = min(len(x), len(y), max(1, _MOST_ELEMENTS // max(1, x[0].numel())))
+        yield x[:rows], y[:rows]
+        held = [t[rows:] if len(t) > rows else None for t in (x, y)]
+        del x, y
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

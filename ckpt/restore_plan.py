@@ -96,7 +96,7 @@ def plan_restore(
     an object whose class isn't here as it was at the save.
     """
     matching = Matching(flat, source, terms, canonical, spell)
-    stored = _with_loose(source)
+    stored = with_loose(source)
     beside = {}
     if isinstance(stored, dict) and KERNELS in stored:
         beside = stored[KERNELS]
@@ -114,7 +114,7 @@ def plan_restore(
         if not terms.excludes(p.key)
     ]
     for path, tree in (("", matching.found.tree), *matching.found.per_rank.items()):
-        resolve(tree, path)  # what no object can be made of is refused now
+        matching.resolved(tree, path)  # what no object can be made of is refused now
     return matching.found
 
 
@@ -148,6 +148,10 @@ class Matching:
         """By the keys of tables that a fused kernel has now: the steps that a dense optimizer had taken."""
         self.by_rows: set[str] = set()
         """Keys of row-wise state that was fitted to the columns of its table."""
+
+    def resolved(self, value: Any, path: str) -> Any:
+        """With objects in the place of Instances, whose classes must be here if the state is."""
+        return value if self.flat.described else resolve(value, path)
 
     # -- tables ---------------------------------------------------------------------------------
 
@@ -467,7 +471,7 @@ class Matching:
             return self.make(self.source.tensors[stored.fqn], path)
         if isinstance(stored, PerRankRef):
             own = self.source.per_rank.get(stored.fqn) if self.source.same_world else None
-            return PerRank(None if own is None else resolve(self.made(own, path), path))
+            return PerRank(None if own is None else self.resolved(self.made(own, path), path))
         if isinstance(stored, dict):
             return {k: self.made(v, f"{path}.{k}" if path else str(k)) for k, v in stored.items()}
         if type(stored) in (list, tuple):
@@ -563,7 +567,9 @@ class Matching:
                 return PerRank(None)
             own = self.source.per_rank.get(stored.fqn)
             mine = self.flat.per_rank.get(want.fqn) if isinstance(want, PerRankRef) else None
-            return PerRank(None if own is None else resolve(self.given(mine, own, path), path))
+            return PerRank(
+                None if own is None else self.resolved(self.given(mine, own, path), path)
+            )
         if isinstance(stored, dict):
             want = as_dict(want)
             return self._given_dict(want if isinstance(want, dict) else {}, stored, path)
@@ -634,7 +640,7 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in parts)
 
 
-def _with_loose(source: Source) -> Any:
+def with_loose(source: Source) -> Any:
     """The values, and at the top the tensors that no value places: files of other tools have nothing else."""
     placed: set[str] = set()
     for tree in (source.values, *source.per_rank.values()):

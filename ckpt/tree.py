@@ -74,6 +74,8 @@ class FlatState:
     per_rank: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     """Those that saved themselves, by their path."""
+    described: bool = False
+    """It stands for the state of another process, which has the classes of the values."""
 
 
 def flatten(

@@ -39,7 +39,7 @@ CKPT = [
     {"kernel_plan", "keyed_plan", "optimizer_plan"},
     {"receipts", "restore_plan", "shared_memory", "stager"},
     {"finish"},
-    {"engine", "equality", "export", "persist", "restorer", "specs"},
+    {"engine", "equality", "export", "persist", "restorer", "specs", "stand_ins"},
     {"checkpointer", "dcp", "explain", "importing"},
     {"cli"},
 ]

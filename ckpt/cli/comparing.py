@@ -15,10 +15,10 @@ from ckpt.cli.shared import (
     open_checkpoint,
     print_json,
     print_table,
-    printable,
     size_text,
     split_step,
 )
+from ckpt.command import printable
 from ckpt.errors import BadInputError, InexactError
 from ckpt.terms import RestoreTerms
 
@@ -32,6 +32,9 @@ _MEANING = {
     "kept": "stays as it is, as asked",
     "missing": "only the state has it",
     "left": "only the checkpoint has it",
+    "unclaimed": "it belongs to single ranks of another number of them",
+    "misfit": "both have it, and it can't be restored",
+    "unused": "both have it, and it isn't used, as asked",
 }
 
 
@@ -42,8 +45,8 @@ _MEANING = {
 def diff(a: str, b: str, *, as_json: bool) -> None:
     """Compare two checkpoints bit for bit: keys, shapes, values, rows changed, norms.
 
-    A and B are roots, or ROOT@STEP, ROOT@EPOCH/STEP; they may be one root. Memory is 16 MiB at a time, and
-    what digests say is equal isn't read. Exit code 9 if they differ.
+    A and B are roots, or ROOT@STEP, ROOT@EPOCH/STEP; they may be one root. Memory is some chunks
+    of 16 MiB, and what digests say is equal isn't read. Exit code 9 if they differ.
     """
     from ckpt.equality import compare
 
@@ -62,7 +65,15 @@ def diff(a: str, b: str, *, as_json: bool) -> None:
         print_json({"sides": sides, "entries": found.entries, "differences": differences})
     elif found.differences:
         print_table(
-            ["key", "difference", "rows changed", "norm of A", "norm of B", "norm of A - B"],
+            [
+                "key",
+                "difference",
+                "rows changed",
+                "most",
+                "norm of A",
+                "norm of B",
+                "norm of A - B",
+            ],
             [[d.key, d.said, *_numbers(d)] for d in found.differences],
         )
     else:
@@ -83,9 +94,12 @@ def _as_json(d: Difference) -> dict[str, Any]:
 
 def _numbers(d: Difference) -> list[str]:
     if d.tensor is None:
-        return ["", "", "", ""]
+        return [""] * 5
     t = d.tensor
-    return [f"{t.rows} of {t.of_rows}", *("" if n is None else f"{n:.6g}" for n in t.norms)]
+    return [
+        f"{t.rows} of {t.of_rows}",
+        *("" if n is None else f"{n:.6g}" for n in (t.largest, *t.norms)),
+    ]
 
 
 @click.command()

@@ -23,6 +23,7 @@ from ckpt.cli.shared import (
     warn_unpinned,
     when,
 )
+from ckpt.command import printable
 from ckpt.errors import BadInputError, CorruptError, NotFoundError
 from ckpt.manifest import CommitRecord, Receipt
 from ckpt.pins import pinned
@@ -106,7 +107,7 @@ def show(root: str, step: str | None, *, as_json: bool) -> None:
             f"{size_text(taken['copied_bytes'])} were copied in save()"
         )
     for name, value in sorted(record.annotations.items()):
-        click.echo(f"  {name} = {value}")
+        click.echo(printable(f"  {name} = {value}"))
     print_table(
         ["key", "kind", "dtype", "shape", "shards"],
         [
@@ -171,7 +172,7 @@ def verify(root: str, step: str | None, *, every: bool, quick: bool, as_json: bo
             state = "ok" if r["ok"] else "DAMAGED"
             click.echo(f"epoch {r['epoch']} step {r['step']}: {state}")
             for problem in r["problems"]:
-                click.echo(f"  {problem}")
+                click.echo(printable(f"  {problem}"))
     bad = [r for r in results if not r["ok"]]
     if bad:
         raise CorruptError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.catalog import Catalog, CommitInfo
+from ckpt.command import printable
 from ckpt.errors import BadInputError, CorruptError, NotFoundError, StorageError
 from ckpt.pins import pinned
 from ckpt.storage import Storage, open_storage
@@ -112,14 +113,9 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def printable(text: str) -> str:
-    """Text that others wrote, such as a key, without what would move a terminal's cursor or colour it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     """A plain table: rich would cost `ls` more time than the listing takes."""
-    rows = [list(map(printable, row)) for row in rows]
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     for r in [header, *rows]:
         click.echo("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip())

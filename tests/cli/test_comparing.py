@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,35 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt import Checkpointer, PerRank
+from ckpt import CheckpointConfig, Checkpointer, PerRank, RngState
+from ckpt.catalog import Catalog
 from ckpt.cli import cli
 from ckpt.command import run_command
+from ckpt.equality import compare
 from ckpt.errors import BadInputError
+from ckpt.restore import CheckpointReader
+from ckpt.storage import open_storage
 from ckpt.terms import RestoreTerms
+from tests.checkpointer.ranks import on_ranks, values
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     code = run_command(cli, args)
     out, err = capsys.readouterr()
     return code, out, err
+
+
+class Own:
+    """An object that saves itself."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.held)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
 
 
 def life(
@@ -135,9 +156,80 @@ def test_keys_of_others_move_no_cursor(tmp_path: Path, capsys: pytest.CaptureFix
         ("explain", roots[0], "--against", roots[1]),
         ("show", roots[0]),
     ):
-        _, out, _ = call(capsys, *args)
-        assert "\x1b" not in out
+        _, out, err = call(capsys, *args)
+        assert "\x1b" not in out + err
         assert "\\x1b[2Jt" in out
+    _, out, err = call(
+        capsys, "explain", roots[0], "--against", saved(tmp_path / "c", {"\x1b[2Ju": 1})
+    )
+    assert "\x1b" not in out + err
+    assert "\\x1b[2Ju" in err
+
+
+def test_diff_takes_what_is_not_finite_by_its_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {"nan": float("nan"), "inf": float("inf")}
+    one = {k: torch.tensor([v, 1.0, 2.0]) for k, v in odd.items()}
+    two = {k: torch.tensor([v, 1.0, 4.0]) for k, v in odd.items()}
+    one["end"], two["end"] = torch.tensor([1.0, 3.0]), torch.tensor([float("inf"), 4.0])
+    roots = saved(tmp_path / "a", one), saved(tmp_path / "b", two)
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    _, out, _ = call(capsys, "diff", *roots, "--json")
+    found = {d["key"]: d for d in json.loads(out, parse_constant=no_constant)["differences"]}
+    for key in odd:
+        assert found[key]["norms"] == [None, None, 2.0]
+        assert (found[key]["rows"], found[key]["largest"]) == (1, 2.0)
+    assert (found["end"]["rows"], found["end"]["largest"], found["end"]["not_finite"]) == (
+        2,
+        1.0,
+        1,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_diff_tells_neighbours_of_64_bits_apart(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = -(2**63) if dtype == torch.int64 else 0
+    one = torch.tensor([2**60, far, 5], dtype=dtype)
+    two = torch.tensor([2**60 + 1, 2**63 - 1, 5], dtype=dtype)
+    roots = [saved(tmp_path / n, {"t": t}) for n, t in (("a", one), ("b", two))]
+    (found,) = json.loads(call(capsys, "diff", *roots, "--json")[1])["differences"]
+    assert found["largest"] == float(2**63 - 1 - far)
+    roots = [saved(tmp_path / n, {"t": t[:1]}) for n, t in (("c", one), ("d", two))]
+    (found,) = json.loads(call(capsys, "diff", *roots, "--json")[1])["differences"]
+    assert found["largest"] == found["norms"][2] == 1.0
+
+
+def test_diff_reads_each_chunk_once_however_both_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = torch.arange(9000.0).view(3000, 3)
+    readers = []
+    for name, chunk_bytes in (("a", 4096), ("b", 5000)):
+        config = CheckpointConfig(chunk_bytes=chunk_bytes)
+        with Checkpointer(str(tmp_path / name), config) as c:
+            c.save(1, {"t": table + (name == "b") * (table == 8997)}).committed.result()
+        storage = open_storage(str(tmp_path / name))
+        catalog = Catalog(storage)
+        readers.append(CheckpointReader(storage, catalog.read(catalog.find(1).ref)))
+    loaded: list[object] = []
+    real = CheckpointReader.load_chunk
+
+    def counted(self: CheckpointReader, *args: Any) -> torch.Tensor:
+        loaded.append((id(self), args[2].row))
+        return real(self, *args)
+
+    monkeypatch.setattr(CheckpointReader, "load_chunk", counted)
+    (found,) = compare(*readers).differences
+    assert found.tensor is not None
+    assert (found.tensor.rows, found.tensor.of_rows, found.tensor.norms[2]) == (1, 3000, 1.0)
+    assert found.tensor.norms[0] == pytest.approx(float(table.double().norm()))
+    assert len(loaded) == len(set(loaded)) > 12
 
 
 # -- explain --------------------------------------------------------------------------------------
@@ -152,6 +244,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "another name": lambda: {("net" if k == "model" else k): v for k, v in life().items()},
     "per rank": lambda: {**life(), "mine": PerRank({"seed": 1})},
     "a list": lambda: {**life(), "parts": [torch.ones(2), torch.ones(3)]},
+    "another own object": lambda: {**life(), "own": Own({"seen": [1]})},
 }
 TERMS: dict[str, tuple[RestoreTerms, list[str]]] = {
     "none": (RestoreTerms(), []),
@@ -193,7 +286,9 @@ def test_explain_says_what_a_restore_then_does(
     assert (code, told["refused"]) == (0, ""), told
     assert result is not None
     stays = {o["key"] for o in told["outcomes"] if o["outcome"] != "restored"}
-    assert stays == set(result.not_restored)
+    unused = {o["key"] for o in told["outcomes"] if o["outcome"] == "unused"}
+    assert stays - unused == set(result.not_restored)
+    assert all(k.startswith("optimizer.state.") for k in unused)
     assert not restored & stays
     weights = {f"{k}.{n}" for k in ("model", "net") if k in live for n in live[k].state_dict()}
     assert restored & weights == weights - stays
@@ -221,14 +316,139 @@ def test_another_root_and_a_safetensors_file_are_states_too(
         assert "only the checkpoint has it" in out
 
 
+def explained(
+    capsys: pytest.CaptureFixture[str], root: str, spec: str | Path, *options: str
+) -> tuple[str, dict[str, str], dict[str, int]]:
+    """Why it would be refused, outcomes by key, and bytes by key."""
+    code, out, err = call(capsys, "explain", root, "--against", str(spec), "--json", *options)
+    assert code in (0, 2), err
+    told = json.loads(out)
+    outcomes = {o["key"]: o["outcome"] for o in told["outcomes"]}
+    assert bool(told["refused"]) == (code == 2)
+    return told["refused"], outcomes, {o["key"]: o["nbytes"] for o in told["outcomes"]}
+
+
+def described(path: Path, state: dict[str, Any]) -> Path:
+    with Checkpointer(str(path.with_suffix(".root"))) as c:
+        c.describe(state, path)
+    return path
+
+
+def test_an_object_takes_what_a_dict_could_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = saved(tmp_path / "a", {"own": Own({"n": 1, "seen": [1, 2], "t": torch.ones(5)})})
+    state = {"own": Own({"n": 1, "t": torch.ones(2)})}
+    assert explained(capsys, root, described(tmp_path / "s.json", state))[0] == ""
+    with Checkpointer(root) as c:
+        assert c.restore(state) is not None
+    # A root doesn't know what it was, and says so.
+    refused, _, _ = explained(capsys, root, saved(tmp_path / "b", {"own": Own({"n": 1})}))
+    assert "own.t: is in the checkpoint but not in the state" in refused
+    _, out, _ = call(capsys, "explain", root, "--against", str(tmp_path / "b"))
+    assert "note: the state isn't described by its trainer" in out
+
+
+def test_parameters_in_no_module_go_by_their_shapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def state(width: int, *, steps: int) -> dict[str, Any]:
+        model = nn.Linear(width, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+        return {"parts": [torch.ones(7), torch.ones(9)], "optimizer": optimizer}
+
+    root = saved(tmp_path / "a", state(3, steps=1))
+    for steps in (0, 1):
+        told = explained(capsys, root, described(tmp_path / f"{steps}.json", state(3, steps=steps)))
+        assert told[0] == ""
+        assert told[1]["optimizer.state.0.exp_avg"] == "restored"
+        assert told[2]["optimizer.state.0.exp_avg"] == 48
+        spec = described(tmp_path / f"other{steps}.json", state(2, steps=steps))
+        told = explained(capsys, root, spec)
+        assert "optimizer.state.0.exp_avg: the checkpoint has float32 [4, 3]" in told[0]
+        assert told[1]["optimizer.state.0.exp_avg"] == "misfit"
+        assert told[2]["optimizer.state.0.exp_avg"] == 48
+    assert explained(capsys, root, saved(tmp_path / "b", state(3, steps=1)))[0] == ""
+
+
+def test_flat_keys_of_a_state_are_no_nested_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, flat = saved(tmp_path / "a", {"a": {"b": torch.ones(2)}}), {"a.b": torch.ones(2)}
+    with Checkpointer(root) as c, pytest.raises(BadInputError, match="is in the state but not"):
+        c.restore(flat)
+    assert "a.b: is in the state but not" in explained(capsys, root, saved(tmp_path / "b", flat))[0]
+    save_file(flat, tmp_path / "t.safetensors")  # which has no other keys
+    assert explained(capsys, root, tmp_path / "t.safetensors")[1] == {"a.b": "restored"}
+
+
+def stored_bytes(root: str) -> int:
+    storage = open_storage(root)
+    catalog = Catalog(storage)
+    return catalog.read(catalog.find(1).ref).tensor_bytes
+
+
+def test_what_each_rank_has_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        only = {"only": PerRank({"x": torch.ones(3)})} if rank else {}
+        return {
+            "w": torch.ones(2),
+            "rng": RngState(),
+            "mine": PerRank({"g": torch.ones(2)}),
+            **only,
+        }
+
+    def run(root: Path) -> str:
+        def body(rank: int, kwargs: dict[str, Any]) -> None:
+            with Checkpointer(str(root), **kwargs) as c:
+                c.describe(state(rank), tmp_path / "state.json")
+                c.save(1, state(rank)).committed.result()
+
+        values(on_ranks(2, body))
+        return str(root)
+
+    root, other = run(tmp_path / "a"), run(tmp_path / "b")
+    for spec in (other, tmp_path / "state.json"):
+        refused, outcomes, nbytes = explained(capsys, root, spec)
+        assert refused == ""
+        assert set(outcomes.values()) == {"restored"}
+        assert sum(nbytes.values()) == stored_bytes(root)
+        assert {"mine.g@0", "mine.g@1", "only.x@1", "w"} <= set(outcomes)
+    alone = described(tmp_path / "alone.json", {"w": torch.ones(2), "mine": PerRank({"g": 1})})
+    assert "was saved by 2 ranks, this job has 1" in explained(capsys, root, alone)[0]
+    refused, outcomes, nbytes = explained(capsys, root, alone, "--elastic", "--partial")
+    assert refused == ""
+    assert outcomes["w"] == "restored"
+    assert (outcomes["mine"], nbytes["mine"]) == ("unclaimed", 8)
+
+
+def test_classes_of_values_need_not_be_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = types.ModuleType("their_module")
+    color = enum.Enum("Color", "RED BLUE", module="their_module")
+    vars(theirs)["Color"] = color
+    monkeypatch.setitem(sys.modules, "their_module", theirs)
+    root = saved(tmp_path / "a", {"c": vars(color)["RED"], "w": torch.ones(2)})
+    spec = described(tmp_path / "s.json", {"c": vars(color)["BLUE"], "w": torch.ones(2)})
+    monkeypatch.delitem(sys.modules, "their_module")
+    assert explained(capsys, root, spec)[0] == ""
+
+
 DESCRIPTION: dict[str, Any] = {
     "format": "sidestage.state/1",
+    "objects": [],
     "tensors": [
         {"key": "t", "kind": "replicated", "dtype": "float32", "shape": [2], "boxes": [[[0], [2]]]}
     ],
     "values": {"$": "dict", "v": [["t", {"$": "tensor", "v": "t"}]]},
     "per_rank": [{}],
 }
+
+TENSOR: dict[str, Any] = DESCRIPTION["tensors"][0]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +461,11 @@ DESCRIPTION: dict[str, Any] = {
         ({"values": {"$": "dict", "v": [["t", {"$": "tensor", "v": "u"}]]}}, 5, "u"),
         ({"tensors": [{**DESCRIPTION["tensors"][0], "boxes": [[[1], [2]]]}]}, 5, "a box"),
         ({"tensors": [{**DESCRIPTION["tensors"][0], "shape": [1 << 40, 1 << 40]}]}, 5, "shape"),
+        ({"tensors": [{**TENSOR, "shape": [0, 1 << 70], "boxes": []}]}, 5, "no tensor has shape"),
+        ({"tensors": [{**TENSOR, "shape": [1] * 500, "boxes": []}]}, 5, "no tensor has shape"),
         ({"tensors": [{**DESCRIPTION["tensors"][0], "dtype": "object"}]}, 5, "dtype"),
+        ({"objects": [{"path": "t", "kind": "code", "shapes": []}]}, 5, "kind"),
+        ({"objects": [{"path": "t", "kind": "other", "shapes": [[0, 1 << 70]]}]}, 5, "shape"),
         ({"tensors": DESCRIPTION["tensors"] * 2}, 5, "twice"),
     ],
 )
@@ -279,3 +503,63 @@ def test_a_spec_that_is_not_there_is_not_found(
     root = saved(tmp_path / "a", {"t": torch.ones(2)})
     assert call(capsys, "explain", root, "--against", str(tmp_path / "none"))[0] == 3
     assert call(capsys, "explain", root, "--against", root, "--rename", "x")[0] == 2
+
+
+def node(fields: dict[Any, Any]) -> dict[str, Any]:
+    return {"$": "dict", "v": [[k, v] for k, v in fields.items()]}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"class": "Adam", "param_groups": []},
+        {"class": "a.b\0c", "param_groups": []},
+        {"class": "a.\ud800c", "param_groups": []},
+        {"class": "a.b", "param_groups": [node({})]},
+        {"class": "a.b", "param_groups": [3]},
+        {"class": "a.b", "param_groups": [node({"params": 5})]},
+        {"class": "a.b", "param_groups": [node({"params": [{"$": "tensor", "v": "t"}]})]},
+        {"class": "a.b", "param_groups": [node({"params": [0, 0, "t", "t", 7]})]},
+        {"groups": node({0: 5})},
+        {"groups": node({0: [node({})]})},
+        {"groups": node({})},
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_crafted_optimizer_is_an_odd_state_and_no_defect(
+    optimizer: dict[str, Any], steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = saved(tmp_path / "a", {"t": torch.ones(2), "o": life(steps=steps)["optimizer"]})
+    tree = {"t": {"$": "tensor", "v": "t"}, "o": node({"state": node({}), **optimizer})}
+    spec = tmp_path / "state.json"
+    spec.write_text(json.dumps({**DESCRIPTION, "values": node(tree)}))
+    code, _, err = call(capsys, "explain", root, "--against", str(spec))
+    assert code in (0, 2), err
+    assert "defect" not in err
+
+
+def test_a_part_of_a_rank_that_is_not_there_is_only_in_the_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = saved(tmp_path / "a", {"t": torch.ones(2)})
+    tree = {"t": {"$": "tensor", "v": "t"}, "p": {"$": "per_rank", "v": "nothing"}}
+    (tmp_path / "s.json").write_text(json.dumps({**DESCRIPTION, "values": node(tree)}))
+    assert explained(capsys, root, tmp_path / "s.json")[1] == {"t": "restored"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "padded", "code"), [([2], True, 0), ([2], False, 0), ([0, 1 << 63], False, 5)]
+)
+def test_the_header_of_a_safetensors_file(
+    shape: list[int], padded: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = saved(tmp_path / "a", {"t": torch.ones(2)})
+    size = 0 if 0 in shape else 8
+    header = json.dumps({"t": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    if padded:  # the file's first byte, of the header's length, is a brace like that of JSON
+        header += b" " * ((ord("{") - len(header)) % 256)
+    spec = tmp_path / "t.safetensors"
+    spec.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    found, _, err = call(capsys, "explain", root, "--against", str(spec))
+    assert found == code, err
+    assert "defect" not in err
