@@ -43,7 +43,10 @@ class EndSignals:
         self._asked = False
         self._closed = False
         self._before: dict[signal.Signals, Any] = {n: signal.getsignal(n) for n in numbers}
-        self._of_workers: Any = None  # the handler of SIGCHLD, once ours calls it
+        self._of_workers: list[Any] = []  # handlers of SIGCHLD that ours has taken the place of
+        self._running = (
+            0  # calls of ours that haven't returned: a handler over ours may call it, too
+        )
         old_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         if old_fd != -1:
             signal.set_wakeup_fd(old_fd)
@@ -65,8 +68,8 @@ class EndSignals:
                 before = self._earlier(number)
                 # None is a handler that C code installed: it can't be given back from Python.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        if self._of_workers is not None and signal.getsignal(signal.SIGCHLD) == self._handle_worker:
-            signal.signal(signal.SIGCHLD, self._of_workers)
+        if self._of_workers and signal.getsignal(signal.SIGCHLD) == self._handle_worker:
+            signal.signal(signal.SIGCHLD, self._of_workers.pop())
         if self._wakes and (found := signal.set_wakeup_fd(-1)) not in (-1, self._woken):
             signal.set_wakeup_fd(found)
 
@@ -103,17 +106,27 @@ class EndSignals:
 
     def hold_worker_errors(self) -> None:
         """Take the place of whoever handles SIGCHLD, and call them. On the main thread; cheap once done."""
-        found = signal.getsignal(signal.SIGCHLD)
-        if callable(found) and found != self._handle_worker:
-            self._of_workers = found
+        found = handler = signal.getsignal(signal.SIGCHLD)
+        while isinstance(owner := getattr(handler, "__self__", None), EndSignals):
+            if owner is self:
+                return  # another session's calls ours
+            handler = owner._of_workers[-1] if owner._of_workers else None
+        if callable(found):
+            self._of_workers.append(found)
             signal.signal(signal.SIGCHLD, self._handle_worker)
 
     def _handle_worker(self, number: int, frame: FrameType | None) -> None:
+        if self._running >= len(self._of_workers):
+            return
+        before = self._of_workers[-1 - self._running]
+        self._running += 1
         try:
-            self._of_workers(number, frame)
+            before(number, frame)
         except Exception as e:
             ours = self._asked or any(str(signal.strsignal(n)) in str(e) for n in self._before)
             if self._closed or self.between_steps or not ours:
                 raise
             self.worker_error = e.with_traceback(None)
             _log.info("a worker of a loader has ended, which is told after this step: %s", e)
+        finally:
+            self._running -= 1

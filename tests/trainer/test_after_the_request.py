@@ -23,6 +23,7 @@ from trainer.ett import read_report
 from trainer.last_step import LastStep
 from trainer.ledger import read_ledger
 from trainer.preemption import PreemptedError
+from trainer.signals import EndSignals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -557,3 +558,51 @@ def test_a_state_that_cannot_be_stored_ends_the_session(tmp_path: Path) -> None:
             assert session.steps < 10
     assert session.steps == 6
     assert commits(tmp_path) == [3]
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[str]]:
+    """Who has handled SIGCHLD, from the first handler on; it and what was there are given back."""
+    seen: list[str] = []
+    before = signal.signal(signal.SIGCHLD, lambda *_: seen.append("first"))
+    yield seen
+    signal.signal(signal.SIGCHLD, before)
+
+
+def end_signals() -> EndSignals:
+    return EndSignals([signal.SIGUSR2], lambda _: None, -1)
+
+
+def test_sessions_that_take_turns_do_not_hand_a_workers_end_round_in_a_circle(
+    handlers: list[str],
+) -> None:
+    one, other = end_signals(), end_signals()
+    for _ in range(3):
+        one.hold_worker_errors()
+        other.hold_worker_errors()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    assert handlers == ["first"]
+    one.close()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    other.close()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    assert handlers == ["first"] * 3
+
+
+def test_a_loader_that_puts_its_handler_over_ours_is_called_once(handlers: list[str]) -> None:
+    session = end_signals()
+    session.hold_worker_errors()
+    ours: Any = signal.getsignal(signal.SIGCHLD)
+
+    def of_a_loader(number: int, frame: Any) -> None:  # as torch's does
+        handlers.append("loader")
+        ours(number, frame)
+
+    signal.signal(signal.SIGCHLD, of_a_loader)
+    session.hold_worker_errors()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    assert handlers == ["loader", "first"]
+    session.close()
+    assert signal.getsignal(signal.SIGCHLD) is of_a_loader
+    os.kill(os.getpid(), signal.SIGCHLD)
+    assert handlers == ["loader", "first"] * 2
