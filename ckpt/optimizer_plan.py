@@ -299,6 +299,13 @@ class _Fit:
         was = self._shape_at_save(parameter)
         resized = m.terms.resizes(at) or self._resizes(parameter)
         if len(info.shape) > 0 and info.shape != shape and resized and info.shape == was:
+            if part is not None:
+                m.found.wrong.append(
+                    f"{at}: {list(info.shape)} can't become {list(shape)}: the parameter is a part of "
+                    f"{part.table} on this rank, whose optimizer isn't resized with it; leave it out with "
+                    f"{m.spell('exclude', [whole])}"
+                )
+                return None
             return self._resized(parameter, live, info, at)
         partly = part is not None and live is None and bool(info.shape) and info.shape != shape
         if partly or self._misfits(info, shape, was):

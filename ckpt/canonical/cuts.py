@@ -57,11 +57,14 @@ class Cuts:
         self._noted = []
 
     def note(self, path: str, state: Mapping[Any, Any], of: Mapping[Any, torch.Tensor]) -> None:
-        """An optimizer at `path` of a state has these entries, and they are of these parameters."""
+        """An optimizer at `path` of a state has these entries, and they are of these parameters.
+
+        Not by number: ranks may mean different tables by one, and their parts would be taken for one whole.
+        """
         self._noted += [
             (f"{path}.state.{key}" if path else f"state.{key}", of[key], entry)
             for key, entry in state.items()
-            if key in of and isinstance(entry, Mapping)
+            if type(key) is str and key in of and isinstance(entry, Mapping)
         ]
 
     def parts(self, names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Part]:

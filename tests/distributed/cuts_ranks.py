@@ -385,7 +385,7 @@ def uneven(root: str) -> None:
     table = distribute_tensor(
         torch.ones(4, 2 * world - 1), init_device_mesh("cpu", (world,)), [ShardOf(1)]
     )
-    optimizer = torch.optim.Adagrad([torch.nn.Parameter(table.to_local())])
+    optimizer = torch.optim.Adagrad([("table", torch.nn.Parameter(table.to_local()))])
     with Checkpointer(root) as c:
         try:
             c.save(1, {"table": table, "optimizer": optimizer})
