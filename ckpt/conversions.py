@@ -30,6 +30,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "torch.optim.adam.Adam": _ADAM,
 }
 STEP = "step"
+FUSED = "fbgemm."
+"""How the class of an optimizer in a kernel begins."""
 # Kernels whose updates depend on how often they have run.
 _CORRECTED = frozenset(("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"))
 
@@ -40,12 +42,12 @@ def same_kind(one: str | None, other: str | None) -> bool:
 
 
 def is_fused_class(kind: str) -> bool:
-    return kind.startswith("fbgemm.")
+    return kind.startswith(FUSED)
 
 
 def depends_on_count(kind: str) -> bool:
     """Does a kernel of this class, with or without `fbgemm.`, correct its updates by a count?"""
-    return kind.removeprefix("fbgemm.") in _CORRECTED
+    return kind.removeprefix(FUSED) in _CORRECTED
 
 
 def as_called_by(kind: str, entry: Mapping[Any, Any], here: Iterable[Any]) -> dict[Any, Any]:

@@ -68,9 +68,8 @@ def explain(
             if source.same_world:
                 source = replace(source, per_rank=reader.per_rank_values(rank))
             flat, canonical = state_of_shapes(state, rank, source.values)
-            with FakeTensorMode(
-                allow_non_fake_inputs=True
-            ):  # what a plan allocates takes no memory
+            # What a plan allocates takes no memory then.
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 plans.append((plan_restore(flat, source, terms, canonical, spell), flat))
     except BadInputError as e:
         return Explanation((), (), (str(e),), str(e))

@@ -9,10 +9,12 @@ import torch
 
 from ckpt.canonical.alike import comparable, difference, few
 from ckpt.canonical.kernels import (
+    COUNTS,
     FIRST,
     KERNELS,
     KIND,
     OPTIONS,
+    RATE,
     ROWS,
     TABLE,
     TABLES,
@@ -27,8 +29,7 @@ from ckpt.values import TensorRef
 if TYPE_CHECKING:
     from ckpt.restore_plan import Matching
 
-_COUNTS = ("iter", "iter_cpu")
-_ALL = (*_COUNTS, KIND, "learning_rate", OPTIONS)
+_ALL = (*COUNTS, KIND, RATE, OPTIONS)
 _HIGHEST = (
     "max_counter"  # of a kernel's rows, now and then: of all that had the tables, the highest
 )
@@ -60,7 +61,7 @@ def fit_kernels(matching: Matching, stored: Mapping[int, Any]) -> list[tuple[Any
             fitted.append((one.kernel, values))
         for shard in one.rows:
             _fill_rows(matching, shard, stored_rows)
-    if found and not stored and not matching.dense_steps:
+    if found and not stored and not matching.from_dense:
         matching.found.notes.append(
             f"{KERNELS}: the checkpoint doesn't say how often fused kernels have run: their counts stay as "
             f"they are"
@@ -96,9 +97,10 @@ def _values(
                 chosen.setdefault(_text(one[1], names), one)
                 told.setdefault(_text(one[1], names), key)
                 highest += [v for v in [one[1].get(_HIGHEST)] if isinstance(v, int | float)]
-    steps = {k: matching.dense_steps[k] for k in keys if k in matching.dense_steps}
+    from_dense = {k: matching.from_dense[k] for k in keys if k in matching.from_dense}
     if not chosen:
-        return _from_steps(matching, kernel, steps, [])
+        _compare_counts(matching, kernel, from_dense, [])
+        return next(iter(from_dense.values()), None)
     if len(chosen) > 1:
         matching.found.wrong.append(
             f"{KERNELS}: {', '.join(dict.fromkeys(told.values()))}: one kernel has them here, and those of "
@@ -109,7 +111,7 @@ def _values(
         return None
     ((path, entry),) = chosen.values()
     if entry[KIND] != kind_of_kernel(kernel):
-        names = _COUNTS
+        names = COUNTS
     values: dict[str, Any] = {}
     for name in (*names, _HIGHEST):
         value = entry.get(name)
@@ -118,26 +120,26 @@ def _values(
             values[name] = matching.make(info, f"{path}.{name}")
         elif value is not None and name != KIND:
             values[name] = max(highest) if name == _HIGHEST and highest else value
-    if steps and (count := values.get("iter_cpu", values.get("iter"))) is not None:
-        _from_steps(matching, kernel, steps, [torch.as_tensor(count)])
+    if (count := values.get("iter_cpu", values.get("iter"))) is not None:
+        _compare_counts(matching, kernel, from_dense, [torch.as_tensor(count)])
     return values
 
 
-def _from_steps(
-    matching: Matching, kernel: Any, steps: Mapping[str, torch.Tensor], others: list[torch.Tensor]
-) -> dict[str, Any] | None:
-    """A kernel's counts, of tables that a dense optimizer updated at the save. None: there are none."""
-    if not steps:
-        return None
-    first = next(iter(steps.values()))
-    if depends_on_count(kind_of_kernel(kernel)):
+def _compare_counts(
+    matching: Matching,
+    kernel: Any,
+    from_dense: Mapping[str, Mapping[str, Any]],
+    others: list[torch.Tensor],
+) -> None:
+    """One kernel has one count: those of its tables have to be it, once they are known."""
+    counts = [one[COUNTS[0]] for one in from_dense.values() if COUNTS[0] in one]
+    if counts and depends_on_count(kind_of_kernel(kernel)):
         why = (
-            f"{KERNELS}: {few(list(steps))}: one kernel has them here, with one count of steps, and they had "
-            f"different ones at the save: restore them to kernels of their own, or leave this out with "
-            f"{matching.spell('exclude', KERNELS)}"
+            f"{KERNELS}: {few(list(from_dense))}: one kernel has them here, with one count of steps, and "
+            f"they had different ones at the save: restore them to kernels of their own, or leave this out "
+            f"with {matching.spell('exclude', KERNELS)}"
         )
-        matching.found.alike.append((why, [*steps.values(), *others]))
-    return dict.fromkeys(_COUNTS, first)
+        matching.found.alike.append((why, [*counts, *others]))
 
 
 def _wanted(matching: Matching) -> dict[int, tuple[str, ...]]:
@@ -148,7 +150,7 @@ def _wanted(matching: Matching) -> dict[int, tuple[str, ...]]:
             whole = matching.terms.excludes(path)
             if whole or matching.terms.excludes(f"{path}.{GROUPS}"):
                 kernels = [getattr(leaf, "_emb_module", None) for _, leaf in nest(one)]
-                found.update({id(k): () if whole else _COUNTS for k in kernels})
+                found.update({id(k): () if whole else COUNTS for k in kernels})
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ckpt.canonical.alike import comparable, difference, few
 from ckpt.canonical.cuts import is_empty
+from ckpt.canonical.kernels import COUNTS, RATE
 from ckpt.canonical.keyed import (
     GROUPS,
     WRAPPERS,
@@ -25,7 +26,7 @@ from ckpt.canonical.keyed import (
 from ckpt.canonical.optimizers import CLASS
 from ckpt.conversions import STEP, as_called_by, depends_on_count, is_fused_class, same_kind
 from ckpt.giving import KEEP
-from ckpt.row_plan import Table, fit_rows
+from ckpt.row_plan import Table, fit_rows, unknown_cut
 from ckpt.tree import Leaf
 from ckpt.values import TensorRef
 
@@ -247,7 +248,8 @@ class _Fit:
         if step is None:
             return
         if leaf is not None:
-            self._m.dense_steps[leaf.fqn] = torch.as_tensor(step)
+            for name in COUNTS:
+                self._m.from_dense.setdefault(leaf.fqn, {})[name] = torch.as_tensor(step)
         elif depends_on_count(now):
             self._m.found.wrong.append(
                 f"{at}.{STEP}: {now} corrects its updates by this count, and its table isn't in the state, "
@@ -283,6 +285,10 @@ class _Fit:
             return m.given(live, stored, at)
         info = m.source.tensors[stored.fqn]
         table = self._table(key)
+        if table is None and (why := unknown_cut(parameter, info)):
+            m.claim(stored)
+            m.found.wrong.append(f"{at}: {why}, or leave it out with {m.spell('exclude', [at])}")
+            return None if live is None else m.live(live)
         if isinstance(live, TensorRef) and table is not None and m.is_of_rows(live, info, table):
             return fit_rows(m, m.flat.leaves[live.fqn], info, table, at)
         if m.fits(live, info):
@@ -415,12 +421,20 @@ class _Fit:
                 if k not in ("params", "param_names", CLASS):
                     options[k] = m.given(group.get(k), v, self._at(where, k))
         if converted:
+            self._give_rate(group, options)
             m.found.notes.append(
                 f"{self._path}: {few(group['params'])}: "
                 f"{few(sorted({str(c[1].get(CLASS)) for c in converted.values()}))} of the save is "
                 f"{group[CLASS]} here; options that only one of them has stay as they are here"
             )
         return options
+
+    def _give_rate(self, group: Mapping[Any, Any], options: Mapping[Any, Any]) -> None:
+        """A kernel has a learning rate of its own, which its group sets at the next step only."""
+        for key in group["params"] if is_fused_class(group[CLASS]) and "lr" in options else ():
+            leaf = self._m.leaf_of_parameter(self._optimizer.parameters[key], str(key))
+            if leaf is not None:
+                self._m.from_dense.setdefault(leaf.fqn, {})[RATE] = options["lr"]
 
     def _choice(self, key: Any, i: int) -> tuple[str, Mapping[Any, Any]] | None:
         """The options of one parameter: of all ranks that had it, if they agree, else the rank's own."""

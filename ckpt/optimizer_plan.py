@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.canonical.alike import few
-from ckpt.canonical.cuts import is_empty
+from ckpt.canonical.cuts import TablePart, is_empty
 from ckpt.canonical.optimizers import CLASS, Name, class_of, numbered, parameters
+from ckpt.conversions import FUSED
 from ckpt.index import TensorInfo
 from ckpt.row_plan import fit_rows
 from ckpt.values import TensorRef
@@ -60,6 +61,14 @@ class _Fit:
     def tree(self) -> Any:
         m, wrong = self._m, self._m.found.wrong
         same_class = self._class == class_of(self._optimizer)
+        if FUSED in self._class:
+            wrong.append(
+                f"{self._path}: is the state of {self._class}, which {class_of(self._optimizer)} keeps under "
+                f"other names: wrap the optimizer in a torchrec KeyedOptimizerWrapper, or leave it out with "
+                f"{m.spell('exclude', [self._path])}"
+            )
+            self._m.claim(self._stored)
+            return None
         if not same_class and not self._m.terms.other_optimizer:
             wrong.append(
                 f"{self._path}: is the state of {self._class}, and the optimizer here is a "
@@ -299,14 +308,7 @@ class _Fit:
         was = self._shape_at_save(parameter)
         resized = m.terms.resizes(at) or self._resizes(parameter)
         if len(info.shape) > 0 and info.shape != shape and resized and info.shape == was:
-            if part is not None:
-                m.found.wrong.append(
-                    f"{at}: {list(info.shape)} can't become {list(shape)}: the parameter is a part of "
-                    f"{part.table} on this rank, whose optimizer isn't resized with it; leave it out with "
-                    f"{m.spell('exclude', [whole])}"
-                )
-                return None
-            return self._resized(parameter, live, info, at)
+            return self._resized(parameter, part, live, info, at)
         partly = part is not None and live is None and bool(info.shape) and info.shape != shape
         if partly or self._misfits(info, shape, was):
             m.found.wrong.append(
@@ -340,21 +342,23 @@ class _Fit:
     def _resizes(self, parameter: torch.Tensor) -> bool:
         return any(self._m.terms.resizes(k) for k in self._m.canonical.names.keys(parameter))
 
-    def _resized(self, parameter: torch.Tensor, live: Any, info: TensorInfo, at: str) -> Any:
+    def _resized(
+        self, parameter: torch.Tensor, part: TablePart | None, live: Any, info: TensorInfo, at: str
+    ) -> Any:
         """State of a parameter that grew or shrank: what both have, and else what a fresh one begins with."""
-        m = self._m
+        m, shape = self._m, tuple(parameter.shape) if part is None else part.whole
         if isinstance(live, TensorRef):
             leaf = m.flat.leaves[live.fqn]
-            if leaf.shape == tuple(parameter.shape) and leaf.dtype == info.dtype:
+            if leaf.shape == shape and leaf.dtype == info.dtype:
                 return m.fill_common(leaf, info, at)
         if not self._class.startswith("torch.optim.") or self._class in _NOT_ZEROS:
             m.found.wrong.append(
-                f"{at}: {list(info.shape)} can't become {list(parameter.shape)}: what new rows begin "
+                f"{at}: {list(info.shape)} can't become {list(shape)}: what new rows begin "
                 f"with is known to {self._class} only; take a step before restore(), or leave it out "
                 f"with {m.spell('exclude', [at])}"
             )
             return None
-        return m.make_resized(info, at, parameter)
+        return m.make_resized(info, at, parameter, part)
 
 
 def _sizes(groups: Sequence[Sequence[Name]]) -> str:

@@ -8,7 +8,7 @@ different parts of a state, so what is *extra* is judged over all ranks together
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from ckpt.belonging import incomplete_state
 from ckpt.canonical import Canonical
 from ckpt.canonical.cuts import TablePart, is_spread, table_parts
-from ckpt.canonical.kernels import KERNELS, TABLES, parts_of
+from ckpt.canonical.kernels import KERNELS, TABLES, local_memory_of
 from ckpt.canonical.keyed import GROUPS, is_keyed, plain_of
 from ckpt.canonical.optimizers import CLASS
 from ckpt.errors import BadInputError, CorruptError
@@ -31,8 +31,7 @@ from ckpt.pieces import Merge, Piece
 from ckpt.row_plan import Table, is_of_rows
 from ckpt.terms import RestoreTerms, Spell, as_argument
 from ckpt.tree import FlatState, Leaf, Part, PerRank, Shard, leaf_of, torch_dtype
-from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, resolve
-from ckpt.values import parts_of as items_of
+from ckpt.values import Instance, PerRankRef, TensorRef, as_dict, iter_leaves, parts_of, resolve
 
 _SHOWN = 8
 _COLLISION = "._mch_"
@@ -107,7 +106,7 @@ def plan_restore(
     stored = nested_like(flat.values, stored)
     matching.found.tree = matching.node(flat.values, stored, "")
     matching.found.kernels = fit_kernels(matching, beside)
-    matching.found.wrong += _recut_optimizer_state(flat, source.tensors, terms, matching.by_rows)
+    matching.found.wrong += _recut_optimizer_state(matching)
     matching.found.wrong += [
         f"{p} in the checkpoint"
         for p in incomplete_state(source.values, source.tensors)
@@ -144,8 +143,9 @@ class Matching:
         self.found = RestorePlan()
         self.fused: Mapping[int, Any] = {}
         """What the fused kernels of the save had beside their tables, by rank."""
-        self.dense_steps: dict[str, torch.Tensor] = {}
-        """By the keys of tables that a fused kernel has now: the steps that a dense optimizer had taken."""
+        self.from_dense: dict[str, dict[str, Any]] = {}
+        """By the keys of tables that a fused kernel has now: what a dense optimizer had of them, by the
+        kernel's names."""
         self.by_rows: set[str] = set()
         """Keys of row-wise state that was fitted to the columns of its table."""
 
@@ -182,7 +182,7 @@ class Matching:
 
     def leaf_of_parameter(self, parameter: Any, name: str) -> Leaf | None:
         """The tensor of the state that is an optimizer's parameter: by its memory, else by name."""
-        for part in parts_of(parameter):
+        for part in local_memory_of(parameter):
             if part.numel() and (leaf := self._by_memory.get(part.data_ptr())) is not None:
                 return leaf
         for top, _ in self.canonical.modules:
@@ -277,7 +277,7 @@ class Matching:
                 return self._unlike(want, stored, path)
             if not isinstance(want, Instance):
                 return fields
-            order = dict.fromkeys([*(k for k, _ in items_of(stored) or () if k in fields), *fields])
+            order = dict.fromkeys([*(k for k, _ in parts_of(stored) or () if k in fields), *fields])
             return Instance(*want.like, tuple((k, fields[k]) for k in order))
         if isinstance(w, dict) and isinstance(stored, dict):
             return self._dict(w, stored, path)  # as it was stored before types were
@@ -455,15 +455,17 @@ class Matching:
             return KEEP
         else:
             made = torch.empty(info.shape, dtype=dtype, device="cpu")
-        whole = made if part is None else Part(part.offsets, part.whole, made)
-        leaf = leaf_of(path, whole, per_rank=False)
+        leaf = _leaf_of(path, made, part)
         self.found.pieces.append(Piece(path, info.fqn, leaf.shards, ours=True))
         return made
 
-    def make_resized(self, info: TensorInfo, path: str, like: torch.Tensor) -> Any:
-        """Zeros of the shape of `like`, with what the checkpoint has of it."""
+    def make_resized(
+        self, info: TensorInfo, path: str, like: torch.Tensor, part: TablePart | None
+    ) -> Any:
+        """Zeros of the shape of `like`, see `make`, with what the checkpoint has of it."""
         made = torch.zeros_like(like.detach(), dtype=torch_dtype(info.dtype))
-        return self.fill_common(leaf_of(path, made, per_rank=False), info, path)
+        self.fill_common(_leaf_of(path, made, part), info, path)
+        return made
 
     def made(self, stored: Any, path: str) -> Any:
         """A stored part as it is, with tensors made anew."""
@@ -587,7 +589,7 @@ class Matching:
         return stored
 
     def _given_instance(self, want: Any, stored: Instance, path: str) -> Any:
-        inner = dict(items_of(want) or ())
+        inner = dict(parts_of(want) or ())
         fields = [(k, self.given(inner.get(k), v, f"{path}.{k}")) for k, v in stored.fields]
         here = tuple(f for f in fields if f[1] is not _ABSENT)
         if len(here) < len(fields) and not isinstance(as_dict(stored), dict):
@@ -622,6 +624,12 @@ class Matching:
         return want
 
 
+def _leaf_of(path: str, made: torch.Tensor, part: TablePart | None) -> Leaf:
+    """A tensor that was made: of a parameter, or of the part of a table that it is."""
+    whole = made if part is None else Part(part.offsets, part.whole, made)
+    return leaf_of(path, whole, per_rank=False)
+
+
 def _by_ends(leaves: Mapping[str, Leaf]) -> dict[str, Leaf | None]:
     found: dict[str, Leaf | None] = {}
     for key, leaf in leaves.items():
@@ -636,7 +644,7 @@ def has_places(want: Any, path: str, flat: FlatState) -> bool:
     """Are there tensors, objects or ranks' own parts in it?"""
     if path in flat.objects or isinstance(want, TensorRef | PerRankRef):
         return True
-    parts = items_of(want) or ()
+    parts = parts_of(want) or ()
     return any(has_places(v, f"{path}.{k}" if path else str(k), flat) for k, v in parts)
 
 
@@ -750,19 +758,15 @@ def _shape_of(value: Any) -> str:
     return f"a {kind}"
 
 
-def _recut_optimizer_state(
-    flat: FlatState,
-    tensors: Mapping[str, TensorInfo],
-    terms: RestoreTerms,
-    fitted: Collection[str],
-) -> list[str]:
+def _recut_optimizer_state(m: Matching) -> list[str]:
     """Rowwise state of a table whose columns are cut elsewhere: the same shape, another meaning.
 
     Column shards have their rows one after the other: once cut, they mean nothing at other numbers of rows.
     """
     problems = []
-    for fqn, leaf in flat.leaves.items():
-        info = tensors.get(fqn)
+    taken = {piece.key for piece in m.found.pieces} | set(m.source.tensors)
+    for fqn, leaf in m.flat.leaves.items():
+        info = m.stored_as(fqn)
         if info is None or leaf.kind != "sharded" or not leaf.shards:
             continue
         if len(leaf.shape) != 2 or info.shape[1:] != leaf.shape[1:]:
@@ -776,9 +780,8 @@ def _recut_optimizer_state(
         problems += [
             f"{name}: rowwise state of {fqn}, whose column shards were {sorted(stored)} and are "
             f"{sorted(here)} here; restore at the sharding it was saved with, or leave the optimizer out"
-            for name, x in flat.leaves.items()
-            if inner in f".{name}." and is_of_rows(x.shape, leaf.shape) and name in tensors
-            if name not in fitted
-            if not terms.excludes(name)
+            for name, x in m.flat.leaves.items()
+            if inner in f".{name}." and is_of_rows(x.shape, leaf.shape) and name in taken
+            if name not in m.by_rows and not m.terms.excludes(name)
         ]
     return problems

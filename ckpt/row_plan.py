@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from ckpt.canonical.alike import few
 from ckpt.index import TensorInfo
 from ckpt.pieces import Merge, Piece
 from ckpt.tree import Leaf, Shard, torch_dtype
@@ -55,6 +57,22 @@ def is_of_rows(shape: Sequence[int], table: Sequence[int]) -> bool:
         and table[0] > 0
         and shape[0] > 0
         and shape[0] % table[0] == 0
+    )
+
+
+def unknown_cut(parameter: Any, info: TensorInfo) -> str | None:
+    """Why row-wise state of a parameter can't be taken where the table isn't on both sides. None: it can.
+
+    Where all column shards have one width, as many of them are the same ones.
+    """
+    if not isinstance(parameter, ShardedTensor) or not is_of_rows(info.shape, parameter.size()):
+        return None
+    widths = {shard.shard_sizes[1] for shard in parameter.metadata().shards_metadata}
+    if len(widths) < 2:
+        return None
+    return (
+        f"is row-wise state of column shards of {few(sorted(widths))} columns here, and how they were cut "
+        f"at the save isn't known: have the module in the state and in the checkpoint"
     )
 
 

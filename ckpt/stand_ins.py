@@ -12,6 +12,7 @@ from ckpt.canonical import Canonical
 from ckpt.canonical.kernels import KERNELS
 from ckpt.canonical.keyed import GROUPS
 from ckpt.canonical.optimizers import CLASS
+from ckpt.conversions import is_fused_class
 from ckpt.description import StateDescription
 from ckpt.keyed_plan import KeyedOptimizer
 from ckpt.restore_plan import nested_like
@@ -186,7 +187,7 @@ def _keyed(
 ) -> KeyedOptimizer:
     kinds = {k: str(g.get(CLASS)) for g in groups for k in g["params"]}
     keys = dict.fromkeys([*kinds, *tree["state"]])
-    own = {k for k, kind in kinds.items() if not kind.startswith("fbgemm.")}
+    own = {k for k, kind in kinds.items() if not is_fused_class(kind)}
     places = set(tree.get("wrappers", {})) | {"optimizer"}
     return KeyedOptimizer({k: tables.of(k) for k in keys}, kinds, own, set(), places)
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckpt.canonical.kernels import parts_of
+from ckpt.canonical.kernels import local_memory_of
 from ckpt.errors import BadInputError
 from ckpt.tree import Part, leaf_of
 
@@ -110,7 +110,9 @@ def _owners(names: Sequence[str], tensors: Sequence[Any], places: Sequence[int])
     return [
         n
         for n, tensor in enumerate(tensors)
-        if wanted and is_spread(tensor) and any(p.data_ptr() in wanted for p in parts_of(tensor))
+        if wanted
+        and is_spread(tensor)
+        and any(p.data_ptr() in wanted for p in local_memory_of(tensor))
     ]
 
 

@@ -25,10 +25,11 @@ KERNELS = "fused_kernels"
 """The key in a checkpoint, beside those of the state."""
 TABLES, KIND, OPTIONS, ROWS = "tables", "optimizer", "options", "rows"
 TABLE, FIRST = "table", "first"
+COUNTS, RATE = ("iter", "iter_cpu"), "learning_rate"
 _SCALARS = {
     "iter": "iter",
     "iter_cpu": "iter_cpu",  # the one that forward goes by
-    "learning_rate": "learning_rate_tensor",
+    RATE: "learning_rate_tensor",
     "max_counter": "max_counter",
 }
 # What `update_hyper_parameters` can change, besides the learning rate.
@@ -99,9 +100,9 @@ class _Known:
             for number, t in enumerate(_weights_of(k))
             if t.numel()
         }
-        held = {p.untyped_storage().data_ptr() for t in tensors for p in parts_of(t)}
+        held = {p.untyped_storage().data_ptr() for t in tensors for p in local_memory_of(t)}
         for n, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-            at = [p.data_ptr() for p in parts_of(tensor)]
+            at = [p.data_ptr() for p in local_memory_of(tensor)]
             if not any(a in owners for a in at):
                 continue
             self._at[n] = at
@@ -118,7 +119,7 @@ class _Known:
 
     def holds(self, names: list[str], tensors: Sequence[Any]) -> bool:
         return names == self._names and all(
-            [p.data_ptr() for p in parts_of(tensors[n])] == at for n, at in self._at.items()
+            [p.data_ptr() for p in local_memory_of(tensors[n])] == at for n, at in self._at.items()
         )
 
 
@@ -130,7 +131,7 @@ class _Shard(NamedTuple):
     first: int
 
 
-def parts_of(value: Any) -> Iterable[Tensor]:
+def local_memory_of(value: Any) -> Iterable[Tensor]:
     """The local memory of a tensor of a state."""
     if isinstance(value, ShardedTensor):
         return [s.tensor for s in value.local_shards()]

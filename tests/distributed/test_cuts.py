@@ -73,6 +73,10 @@ def test_a_rank_may_have_the_optimizer_of_its_part_for_itself(tmp_path: Path) ->
         run_ranks("tests.distributed.cuts_ranks", 2, tmp_path / action, action, root)
 
 
+def test_no_state_goes_to_another_table_row_or_column(tmp_path: Path) -> None:
+    run_ranks("tests.distributed.cut_edges_ranks", 2, tmp_path / "meet", str(tmp_path / "roots"))
+
+
 def test_a_dtensor_of_uneven_columns_is_refused_with_its_name(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     run_ranks("tests.distributed.cuts_ranks", 2, tmp_path / "meet", "uneven", root)
