@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.canonical.alike import comparable, difference, few
-from ckpt.canonical.cuts import is_empty
+from ckpt.canonical.cuts import empty_among
 from ckpt.canonical.kernels import COUNTS, RATE
 from ckpt.canonical.keyed import (
     GROUPS,
@@ -58,7 +58,7 @@ def described(optimizer: Any) -> KeyedOptimizer:
         keyed_parameters(optimizer),
         {key: kind_of(home) for key, home in homes.items()},
         {key for key, home in homes.items() if makes_state(home)},
-        {key for key, p in trained_parameters(optimizer).items() if is_empty(p)},
+        empty_among(trained_parameters(optimizer)),
         {place for place, _ in nest(optimizer)},
     )
 

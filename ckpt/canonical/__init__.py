@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpt.canonical.cuts import Cuts, is_empty
+from ckpt.canonical.cuts import Cuts, empty_among
 from ckpt.canonical.kernels import Kernels
 from ckpt.canonical.keyed import is_keyed, taken_keyed, trained_parameters
 from ckpt.canonical.names import ParameterNames, modules_in, structure_of
@@ -79,8 +79,8 @@ class Canonical:
         """An optimizer's state without that of parameters of no element here. Notes what the rest is of."""
         if not isinstance(tree, Mapping) or not isinstance(state := tree.get("state"), Mapping):
             return tree
-        if any(map(is_empty, of.values())):
-            state = {k: v for k, v in state.items() if k not in of or not is_empty(of[k])}
+        if empty := empty_among(of):
+            state = {k: v for k, v in state.items() if k not in empty}
             tree = {**tree, "state": state}
         self.cuts.note(path, state, of)
         return tree

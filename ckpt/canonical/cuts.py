@@ -20,7 +20,8 @@ from ckpt.canonical.kernels import local_memory_of
 from ckpt.errors import BadInputError
 from ckpt.tree import Part, leaf_of
 
-_Entry = tuple[str, torch.Tensor, Mapping[Any, Any]]
+_SPREAD = (ShardedTensor, DTensor)
+_Optimizer = tuple[str, Mapping[Any, Any], Mapping[Any, torch.Tensor]]
 
 
 class TablePart(NamedTuple):
@@ -49,7 +50,7 @@ class Cuts:
     """Finds the parameters of optimizers that are parts of tables, save after save."""
 
     def __init__(self) -> None:
-        self._noted: list[_Entry] = []
+        self._noted: list[_Optimizer] = []
         self._known: _Known | None = None
 
     def forget(self) -> None:
@@ -57,15 +58,8 @@ class Cuts:
         self._noted = []
 
     def note(self, path: str, state: Mapping[Any, Any], of: Mapping[Any, torch.Tensor]) -> None:
-        """An optimizer at `path` of a state has these entries, and they are of these parameters.
-
-        Not by number: ranks may mean different tables by one, and their parts would be taken for one whole.
-        """
-        self._noted += [
-            (f"{path}.state.{key}" if path else f"state.{key}", of[key], entry)
-            for key, entry in state.items()
-            if type(key) is str and key in of and isinstance(entry, Mapping)
-        ]
+        """An optimizer at `path` of a state has these entries, and they are of these parameters."""
+        self._noted.append((path, state, of))
 
     def parts(self, names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Part]:
         """By key: the state of such parameters among the tensors of a state, as parts of wholes.
@@ -73,7 +67,16 @@ class Cuts:
         What is of no part's shape, such as a count of steps, stays as it is. Raises BadInputError where it
         can't be known which part of a table a shard is.
         """
-        noted = [e for e in self._noted if not is_spread(e[1])]
+        if not has_spread(tensors):  # as with most trainers: then no shard is anybody's parameter
+            return {}
+        noted = [
+            (f"{path}.state.{key}" if path else f"state.{key}", of[key], entry)
+            for path, state, of in self._noted
+            for key, entry in state.items()
+            # Not by number: ranks may mean different tables by one, whose parts would be taken for a whole.
+            if type(key) is str and key in of and isinstance(entry, Mapping)
+            if not is_spread(of[key])
+        ]
         places = [p.data_ptr() for _, p, _ in noted]
         known = self._known
         if known is None or known.places != places or known.names != names:
@@ -102,7 +105,12 @@ class _Known(NamedTuple):
 
 def is_spread(value: Any) -> bool:
     """Does it say itself how it is spread over ranks?"""
-    return isinstance(value, ShardedTensor | DTensor)
+    return isinstance(value, _SPREAD)
+
+
+def has_spread(values: Iterable[Any]) -> bool:
+    """Does any? Of many it takes no time: they have few types."""
+    return any(issubclass(kind, _SPREAD) for kind in set(map(type, values)))
 
 
 def _owners(names: Sequence[str], tensors: Sequence[Any], places: Sequence[int]) -> list[int]:
@@ -143,6 +151,15 @@ def _column(name: str, table: Any, first: int, width: int, whole: int) -> tuple[
             f"[{first}, {first + width}) is; cut it evenly, or shard without DTensor output"
         )
     return first // width, whole // width
+
+
+def empty_among(parameters: Mapping[Any, Any]) -> set[Any]:
+    """The keys of those that have no element here."""
+    kinds = set(map(type, parameters.values()))
+    plain = all(issubclass(k, torch.Tensor) and not issubclass(k, _SPREAD) for k in kinds)
+    if plain and all(p.numel() for p in parameters.values()):  # of nearly all: a quick look
+        return set()
+    return {key for key, p in parameters.items() if is_empty(p)}
 
 
 def is_empty(parameter: Any) -> bool:

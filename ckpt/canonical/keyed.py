@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt.canonical.cuts import is_empty
+from ckpt.canonical.cuts import empty_among
 from ckpt.canonical.optimizers import CLASS, class_of
 
 GROUPS = "groups"
@@ -131,7 +131,7 @@ def give_keyed(optimizer: Any, loaded: Mapping[str, Any]) -> None:
     """
     parameters = keyed_parameters(optimizer)
     # Those of other ranks' parts keep what they have.
-    empty = {key for key, p in trained_parameters(optimizer).items() if is_empty(p)}
+    empty = empty_among(trained_parameters(optimizer))
     for key, home in homes_of(optimizer).items():
         if key not in empty:
             _make_alike(home, parameters[key], loaded["state"].get(key))
